@@ -1,0 +1,132 @@
+"""What every method that chooses codes shares: bits, group, grid, and the swap of a module for its packed form."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hfaccel.anatomy import Anatomy, default_sites
+from hfaccel.errors import PatchError, UnknownName
+from hfaccel.quant.linear import is_conv1d, is_fused_experts, pack_module
+from hfaccel.transform import Site, Stage, Transform, Unit
+from hfaccel_kernels.layouts import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounding(Transform):
+    """Base of the weight-only methods.
+
+    Attributes:
+        bits: 2, 3, 4 or 8.
+        group: input elements that share a scale, -1 for a whole row; default -1 at 8 bits, else 64.
+        symmetric: scale alone, or scale and integer zero point; default symmetric at 8 bits, else asymmetric.
+    Raises: PatchError for values outside of these.
+    """
+
+    stage: ClassVar[Stage] = Stage.PRECISION
+    unit: ClassVar[Unit] = Unit.LINEAR
+    rounds: ClassVar[bool] = True
+
+    bits: int = 8
+    group: int | None = None
+    symmetric: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits not in (2, 3, 4, 8) or isinstance(self.bits, bool):
+            raise PatchError(f"{type(self).__name__}: bits={self.bits!r}; known are 2, 3, 4, 8")
+        if self.group is None:
+            self._set("group", -1 if self.bits == 8 else 64)
+        if self.symmetric is None:
+            self._set("symmetric", self.bits == 8)
+        if isinstance(self.group, bool) or not isinstance(self.group, int) or not (self.group == -1 or self.group > 0):
+            raise PatchError(
+                f"{type(self).__name__}: group={self.group!r}; a positive number of input elements, or -1 for a row"
+            )
+        if self.group > 1 << 20:
+            raise PatchError(f"{type(self).__name__}: group={self.group} is out of range (at most {1 << 20})")
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.bits, self.group, self.symmetric, "fp32" if self.bits == 8 else "fp16")
+
+    def default_targets(self, anatomy: Anatomy) -> tuple[str, ...]:
+        return tuple(name for name in default_sites(anatomy) if name != anatomy.head)
+
+    def round(self, weight: Tensor, layout: Layout, stats: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Codes uint8 [N, K], scales fp32 [N, G] already representable in the layout's dtype, zeros or None."""
+        raise NotImplementedError
+
+    def apply(self, site: Site, stats: Any) -> nn.Module:
+        check_finite(site)
+        return pack_module(site.module, self.layout, lambda weight, layout: self.round(weight, layout, stats))
+
+    # Recipe steps: name, bits, then -gN | -row | -asym | -sym and what the method adds --------------------------
+
+    @classmethod
+    def parse_bits(cls, rest: str, options: list[str], extra: tuple[str, ...] = ()) -> tuple[dict[str, Any], list[str]]:
+        """Fields from the bits and the options every method knows; the options among `extra` are handed back."""
+        if rest not in ("2", "3", "4", "8"):
+            raise UnknownName(f"recipe step {cls.name}{rest!s}: known are {', '.join(cls.name + b for b in '8432')}")
+        values: dict[str, Any] = {"bits": int(rest)}
+        mine: list[str] = []
+        for option in options:
+            if match := re.fullmatch(r"g([1-9]\d*)", option):
+                values["group"] = int(match[1])
+            elif option == "row":
+                values["group"] = -1
+            elif option in ("asym", "sym"):
+                values["symmetric"] = option == "sym"
+            elif option in extra:
+                mine.append(option)
+            else:
+                known = ", ".join(["-gN", "-row", "-asym", "-sym", *(f"-{name}" for name in extra)])
+                raise UnknownName(f"{cls.name}{rest}: unknown option -{option}; known are {known}")
+        return values, mine
+
+    def step_bits(self) -> str:
+        """The step that `parse_bits` reads back, without what equals the default."""
+        default = type(self)(bits=self.bits)
+        out = f"{self.name}{self.bits}"
+        if self.group != default.group:
+            out += "-row" if self.group == -1 else f"-g{self.group}"
+        if self.symmetric != default.symmetric:
+            out += "-sym" if self.symmetric else "-asym"
+        return out
+
+
+def check_finite(site: Site) -> None:
+    """Refuse NaN and infinite weights, which no grid can hold."""
+    for name, tensor in site.module.named_parameters(recurse=False):
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise PatchError(f"{site.name}.{name}: {bad} of {tensor.numel()} values are NaN or infinite")
+
+
+def is_matrix(module: nn.Module) -> bool:
+    """Whether a module is one that `pack_module` knows and that still has its float weight."""
+    if is_fused_experts(module):
+        return True
+    weight = getattr(module, "weight", None)
+    known = isinstance(module, nn.Linear | nn.Embedding) or is_conv1d(module)
+    return known and isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() == 2
+
+
+def group_scale(peak: Tensor, steps: int, layout: Layout) -> Tensor:
+    """peak / steps, in fp32 holding a value of the layout's scale dtype, rounded up so that the grid covers peak.
+
+    Raises: PatchError when an fp16 scale would overflow.
+    """
+    scale = peak / steps
+    if layout.dtype is torch.float16:
+        half = scale.half()
+        low = half.float() < scale
+        half[low] = torch.nextafter(half[low], torch.full_like(half[low], torch.inf))
+        if torch.isinf(half).any():
+            raise PatchError(f"a weight of magnitude {peak.max():.3g} needs an INT{layout.bits} scale beyond fp16's range")
+        scale = half.float()
+    return scale

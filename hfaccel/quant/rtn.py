@@ -1,0 +1,113 @@
+"""Round to nearest: the grid from each group's own extremes, no data needed.
+
+Symmetric, b bits:   s = max|x| / (2^(b-1) - 1),  q = round(x / s)
+    8 bits: codes -127..127; below: clamp to -2^(b-1) .. 2^(b-1) - 1.
+Asymmetric, b bits:  lo = min(x, 0), hi = max(x, 0),  s = (hi - lo) / (2^b - 1),  z = round(-lo / s),
+    q = clamp(round(x / s) + z, 0, 2^b - 1),  x ~ s (q - z);  z is an integer, so 0 is exact.
+
+(Jacob et al. 2018, arXiv:1712.05877.) An fp16 scale is rounded up, so that the error stays within half a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hfaccel.errors import PatchError
+from hfaccel.quant.linear import is_fused_experts
+from hfaccel.quant.rounding import Rounding, group_scale
+from hfaccel.transform import Site
+from hfaccel_kernels.layouts import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class RTN(Rounding):
+    """Round-to-nearest weights.
+
+    Attributes:
+        per_tensor: one scale for the whole matrix (symmetric, group -1), stored on every row.
+    """
+
+    name: ClassVar[str] = "int"
+    steps: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("int8", "round to nearest, symmetric, one scale a row; -gN, -asym, -tensor"),
+        ("int4", "round to nearest, asymmetric, groups of 64; -gN, -row, -sym"),
+        ("int3", "the same in 3 bits"),
+        ("int2", "the same in 2 bits"),
+    )
+
+    per_tensor: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.per_tensor and (self.group != -1 or not self.symmetric):
+            raise PatchError("RTN: per_tensor goes with symmetric codes and no group")
+
+    @classmethod
+    def parse(cls, rest: str, options: list[str]) -> RTN:
+        values, mine = cls.parse_bits(rest, options, ("tensor",))
+        if "tensor" in mine:
+            values = {"group": -1, "symmetric": True, **values, "per_tensor": True}
+        return cls(**values)
+
+    def step(self) -> str:
+        if self.per_tensor:
+            return replace(self, per_tensor=False, group=None, symmetric=None).step_bits() + "-tensor"
+        return self.step_bits()
+
+    def apply(self, site: Site, stats: Any) -> nn.Module:
+        if self.per_tensor and not is_fused_experts(site.module):
+            stats = site.module.weight.detach().abs().amax().float()
+        return super().apply(site, stats)
+
+    def round(self, weight: Tensor, layout: Layout, stats: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        if self.per_tensor:
+            peak = weight.abs().amax() if stats is None else stats
+            return round_symmetric(weight, layout, peak.expand(weight.shape[0], 1))
+        return round_to_nearest(weight, layout)
+
+
+def round_to_nearest(weight: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes uint8 [N, K], scales fp32 [N, G], zeros uint8 [N, G] or None of a float [N, K] weight."""
+    if layout.symmetric:
+        return round_symmetric(weight, layout, grouped(weight.abs(), layout, 0.0).amax(-1))
+    top = (1 << layout.bits) - 1
+    low = grouped(weight, layout, 0.0).amin(-1).clamp_max(0)
+    high = grouped(weight, layout, 0.0).amax(-1).clamp_min(0)
+    scale = group_scale(high - low, top, layout)
+    step = nonzero(scale)
+    zero = torch.round(-low / step).clamp_(0, top)
+    codes = torch.round(weight / per_element(step, layout, weight.shape[1]))
+    codes += per_element(zero, layout, weight.shape[1])
+    return codes.clamp_(0, top).to(torch.uint8), scale, zero.to(torch.uint8)
+
+
+def round_symmetric(weight: Tensor, layout: Layout, peak: Tensor) -> tuple[Tensor, Tensor, None]:
+    """Symmetric codes for given peaks [N, G]."""
+    top = (1 << (layout.bits - 1)) - 1
+    scale = group_scale(peak, max(top, 1), layout)
+    codes = torch.round(weight / per_element(nonzero(scale), layout, weight.shape[1]))
+    codes.clamp_(-top if layout.bits == 8 else -top - 1, top)
+    return (codes + layout.zero).to(torch.uint8), scale, None
+
+
+def nonzero(scale: Tensor) -> Tensor:
+    """The scale to divide by: 1 where it is 0 (an all-zero group, whose codes are all zero too)."""
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
+def grouped(weight: Tensor, layout: Layout, fill: float) -> Tensor:
+    """[N, K] -> [N, G, group], a short last group filled up with `fill`."""
+    n, k = weight.shape
+    size, groups = layout.group_len(k), layout.groups(k)
+    if size * groups != k:
+        weight = torch.nn.functional.pad(weight, (0, size * groups - k), value=fill)
+    return weight.view(n, groups, size)
+
+
+def per_element(per_group: Tensor, layout: Layout, k: int) -> Tensor:
+    """[N, G] -> [N, K]."""
+    return per_group.repeat_interleave(layout.group_len(k), 1)[:, :k]

@@ -1,0 +1,117 @@
+"""Recipes: the text, list and dict forms of what to do to a model.
+
+    recipe = step ("+" step)*          step = name[bits] ("-" option)*
+
+`PatchConfig` is the ordered, validated list of transforms behind all three. `runtime` is the empty list: nothing is
+changed but the way `generate` runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from hfaccel.errors import PatchError, UnknownName
+from hfaccel.registry import TRANSFORMS, all_transforms, transform_class
+from hfaccel.transform import Transform
+
+EMPTY = "runtime"
+
+
+@dataclass(frozen=True)
+class PatchConfig:
+    """An ordered, validated list of transforms."""
+
+    transforms: tuple[Transform, ...] = ()
+
+    def __post_init__(self) -> None:
+        for transform in self.transforms:
+            if not isinstance(transform, Transform):
+                raise PatchError(f"{transform!r} is not a transform; known are {', '.join(sorted(TRANSFORMS))}")
+
+    @classmethod
+    def of(cls, config: PatchConfig | str | Transform | dict | Iterable[Transform]) -> PatchConfig:
+        """Any form `patch` accepts: recipe string, one transform, a list of them, a dict, a PatchConfig."""
+        if isinstance(config, PatchConfig):
+            return config
+        if isinstance(config, str):
+            return cls.from_recipe(config)
+        if isinstance(config, Transform):
+            return cls((config,))
+        if isinstance(config, dict):
+            return cls.from_dict(config)
+        try:
+            return cls(tuple(config))
+        except TypeError:
+            raise PatchError(
+                f"config={config!r}: a recipe string, a transform, a list of transforms, a dict or None"
+            ) from None
+
+    @classmethod
+    def from_recipe(cls, recipe: str) -> PatchConfig:
+        """Parse a recipe. Raises: UnknownName for an unknown step or option, listing the known ones."""
+        if recipe.strip() == EMPTY:
+            return cls()
+        return cls(tuple(_parse_step(step.strip()) for step in recipe.split("+")))
+
+    def to_recipe(self) -> str:
+        """The recipe string; parsing it gives an equal config. Raises: PatchError if targets or ignore are set."""
+        for transform in self.transforms:
+            if transform.targets is not None or transform.ignore is not None:
+                raise PatchError(
+                    f"{transform.name}: a recipe cannot say targets or ignore; store the dict form instead"
+                )
+        return "+".join(transform.step() for transform in self.transforms) or EMPTY
+
+    def describe(self) -> str:
+        """The recipe where one exists, else its steps with their targets, for people to read."""
+        out = []
+        for transform in self.transforms:
+            extra = [
+                f"{key}={list(value)}"
+                for key in ("targets", "ignore")
+                if (value := getattr(transform, key)) is not None
+            ]
+            out.append(transform.step() + (f"({', '.join(extra)})" if extra else ""))
+        return "+".join(out) or EMPTY
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"transforms": [transform.to_dict() for transform in self.transforms]}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> PatchConfig:
+        entries = data.get("transforms")
+        if set(data) != {"transforms"} or not isinstance(entries, list | tuple):
+            raise PatchError(f"a config dict is {{'transforms': [...]}}, not one with keys {sorted(data)}")
+        out = []
+        for entry in entries:
+            if not isinstance(entry, dict) or "name" not in entry:
+                raise PatchError(f"a transform's dict needs a 'name': {entry!r}")
+            out.append(transform_class(entry["name"]).from_dict(entry))
+        return cls(tuple(out))
+
+
+def _parse_step(step: str) -> Transform:
+    if not step:
+        raise UnknownName(f"an empty step in the recipe; known are {', '.join(known_steps())}")
+    if step != step.lower() and "=" not in step:
+        raise UnknownName(f"recipe step {step!r}: steps are written in lower case")
+    head, *options = step.split("-")
+    for name in sorted(TRANSFORMS, key=len, reverse=True):
+        if head.startswith(name):
+            return transform_class(name).parse(head[len(name) :], options)
+    near = get_close_matches(head, known_steps(), 1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise UnknownName(f"unknown recipe step {step!r}{hint}; known are {', '.join(known_steps())}")
+
+
+def known_steps() -> list[str]:
+    return [step for step, _ in recipe_table()]
+
+
+def recipe_table() -> list[tuple[str, str]]:
+    """(step, one line on it) of every method, in the registry's order, and the empty recipe."""
+    rows = [row for cls in all_transforms().values() for row in cls.steps]
+    return [*rows, (EMPTY, "no change of weights: generate over the paged cache and the fastest executor")]

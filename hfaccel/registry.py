@@ -1,0 +1,28 @@
+"""Every method, one line each; a class is imported when its name is used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from hfaccel.errors import UnknownName
+from hfaccel.transform import Transform
+
+TRANSFORMS = {  # name in recipes and in config.json -> "module:Class"
+    "int": "hfaccel.quant.rtn:RTN",
+    "head": "hfaccel.quant.head:Head",
+    "kv": "hfaccel.cache.quantized:KVCache",
+}
+
+
+def transform_class(name: str) -> type[Transform]:
+    """The class behind a method's name; UnknownName lists the known ones."""
+    try:
+        module, attribute = TRANSFORMS[name].split(":")
+    except (KeyError, TypeError):
+        raise UnknownName(f"unknown transform {name!r}; known are {', '.join(sorted(TRANSFORMS))}") from None
+    return getattr(import_module(module), attribute)
+
+
+def all_transforms() -> dict[str, type[Transform]]:
+    """Every class, imported."""
+    return {name: transform_class(name) for name in TRANSFORMS}

@@ -1,0 +1,151 @@
+"""The one abstraction: a transform says what it wants to change, checks that it can, and changes one site at a time.
+
+The driver (`patch.py`) walks the model, matches targets, feeds observers, swaps modules, records and undoes; a
+transform never touches the model outside of the site it is given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields
+from enum import Enum, IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import nn
+
+from hfaccel.errors import PatchError, UnknownName
+
+if TYPE_CHECKING:
+    from hfaccel.anatomy import Anatomy
+
+
+class Stage(IntEnum):
+    """The order of application; within a stage the user's order holds."""
+
+    STRUCTURE = 0
+    SPARSITY = 1
+    PRECISION = 2
+    ADAPTER = 3
+    RUNTIME = 4
+
+
+class Unit(Enum):
+    """What one site is: a matrix (linear, embedding, fused experts), a decoder block, or the model."""
+
+    LINEAR = "linear"
+    BLOCK = "block"
+    MODEL = "model"
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place of a model where a transform applies.
+
+    Attributes:
+        module: the module there now.
+        name: its full dotted name; the first one where a module has several.
+        block: index of the decoder block it belongs to, or None.
+        feeders: names of the norm or linears whose output only this site's group of linears reads.
+        aliases: every dotted name that refers to the same module, `name` included.
+    """
+
+    module: nn.Module
+    name: str
+    block: int | None = None
+    feeders: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transform:
+    """Configuration and behaviour of one method; validated when made, stored as a dict in config.json.
+
+    Attributes:
+        targets: patterns (see `match.py`) of the sites to change; None means the method's own default.
+        ignore: patterns to leave alone, added to the built-in ones; `()` with explicit targets overrides those.
+    """
+
+    name: ClassVar[str]
+    stage: ClassVar[Stage]
+    unit: ClassVar[Unit] = Unit.LINEAR
+    rounds: ClassVar[bool] = False  # changes stored codes: at most one such transform a weight
+    steps: ClassVar[tuple[tuple[str, str], ...]] = ()  # recipe steps and one line on each, for `hfaccel recipes`
+
+    targets: tuple[str, ...] | None = None
+    ignore: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("targets", "ignore"):
+            value = getattr(self, key)
+            if isinstance(value, str):
+                value = (value,)
+            if value is not None and not all(isinstance(pattern, str) for pattern in value):
+                raise PatchError(f"{type(self).__name__}: {key}={value!r} must be names or patterns")
+            self._set(key, None if value is None else tuple(value))
+
+    def _set(self, key: str, value: Any) -> None:
+        """Resolve a default while the object is being made."""
+        object.__setattr__(self, key, value)
+
+    # What the driver asks ------------------------------------------------------------------------------------
+
+    def default_targets(self, anatomy: Anatomy) -> tuple[str, ...]:
+        """Names of the sites when the user gives no targets."""
+        return ()
+
+    def check(self, model: nn.Module) -> None:
+        """Raise `PatchError` for whatever can be refused before anything changes."""
+
+    def observer(self, site: Site) -> Any:
+        """What calibration must collect at `site`, or None."""
+        return None
+
+    def apply(self, site: Site, stats: Any) -> nn.Module | None:
+        """The deployed form of `site.module`; None leaves it alone."""
+        return None
+
+    def prepare(self, site: Site) -> nn.Module:
+        """The trainable form of `site.module`."""
+        raise PatchError(f"{self.name} has no trainable form")
+
+    def finish(self, model: nn.Module) -> None:
+        """Last, once: config fields, attention choice, class mixin."""
+
+    # Text forms ----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def parse(cls, rest: str, options: list[str]) -> Transform:
+        """The transform of a recipe step, `rest` being what follows the method's name, `options` the `-` parts."""
+        raise NotImplementedError
+
+    def step(self) -> str:
+        """The recipe step that `parse` turns into this transform."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Name and the fields that differ from their defaults; JSON types only."""
+        out: dict[str, Any] = {"name": self.name}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.default is MISSING or value != field.default:
+                out[field.name] = list(value) if isinstance(value, tuple) else value
+        return out
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Transform:
+        known = {field.name for field in fields(cls)}
+        given = {key: value for key, value in data.items() if key != "name"}
+        if unknown := sorted(set(given) - known):
+            raise UnknownName(f"{cls.name}: unknown field {unknown[0]!r}; known are {', '.join(sorted(known))}")
+        return cls(**{key: tuple(v) if isinstance(v, list) else v for key, v in given.items()})
+
+
+@dataclass
+class Record:
+    """What happened at one site; `report()` prints it, `checkpoint.py` stores what loading needs of it."""
+
+    name: str
+    kind: str
+    transform: str
+    bytes_before: int
+    bytes_after: int
+    detail: str = ""
