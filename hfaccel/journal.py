@@ -147,11 +147,18 @@ class Journal:
         """Put every module and tensor back, newest first. Reads all tensors before it changes any module."""
         if not self.keep_original and self.swaps:
             raise PatchError("the originals were not kept (keep_original=False): load the model again instead")
-        bits = {parameter: ref.read(device) for parameter, (ref, device) in self.saved.items()}
+        emptied = {p: self.saved[p] for p in self.saved if p.numel() == 0}
+        bits = {parameter: ref.read(device) for parameter, (ref, device) in emptied.items()}
         for parameter, tensor in bits.items():
-            if parameter.numel() != tensor.numel():
-                # A clone: the file may be a spill file that goes away, or be rewritten under the map.
-                parameter.data = tensor.clone()
+            # A clone: the file may be a spill file that goes away, or be rewritten under the map.
+            parameter.data = tensor.clone()
+        self.rollback()
+
+    def rollback(self) -> None:
+        """Undo every change, newest first; tensors freed by a patch that failed are read back."""
+        for parameter, (ref, device) in self.saved.items():
+            if parameter.numel() == 0:
+                parameter.data = ref.read(device).clone()
         for undo in reversed(self.undos):
             undo()
         self.close()
