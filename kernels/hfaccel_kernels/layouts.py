@@ -23,8 +23,11 @@ symmetric and are never read back by `unpack`.
     weight_zero   uint8 [NB, G, 16] or None
 
 The arithmetic of a product belongs to the layout as well: activations are quantized per token in chunks
-(`chunks`), int8 symmetric with one fp32 scale max|x| / 127 a chunk; each chunk's int32 dot is exact and is added in
-fp32 in chunk order. Blocking over tokens, rows or threads cannot change a bit of it.
+(`chunks`), symmetric, one fp32 scale a chunk: `act_bits` 8 in chunks of 32 with scale max|x| / 127, or 16 in chunks of
+64 with scale max|x| / 16256 and the code split into two int8 planes, code = 128 * high + low, -64 <= low <= 63. Each
+chunk's int32 dot is exact and is added in fp32 in chunk order. Blocking over tokens, rows or threads cannot change a
+bit of it. 16 bits cost nothing where reading the weights is the limit and twice the products where it is not: they
+are for the few inputs with outliers (queries, keys, values and the head; see kernels/README.md for the figures).
 """
 
 from __future__ import annotations
@@ -35,19 +38,29 @@ from functools import lru_cache
 import torch
 
 ROWS = 16
-ACT_CHUNK = 32  # K-elements that share one activation scale; see kernels/README.md for the measured loss
+ACT_CHUNK = {8: 32, 16: 64}  # K-elements that share one activation scale, by act_bits
+ACT_TOP = {8: 127, 16: 127 * 128}  # largest activation code
 _K_STEP = {8: 4, 4: 8, 3: 32, 2: 16}
 _STEP_BYTES = {8: 64, 4: 64, 3: 192, 2: 64}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Grid of a packed weight. `group` -1 is one group per output row; `scale_dtype` "fp32" or "fp16"."""
+    """Grid of a packed weight and precision of what it is multiplied with.
+
+    Attributes:
+        bits: 8, 4, 3 or 2.
+        group: input elements a scale, -1 for one group per output row.
+        symmetric: no zero points.
+        scale_dtype: "fp32" or "fp16".
+        act_bits: 8 or 16, of the activations on CPUs.
+    """
 
     bits: int
     group: int = -1
     symmetric: bool = True
     scale_dtype: str = "fp32"
+    act_bits: int = 8
 
     def __post_init__(self) -> None:
         if self.bits not in _K_STEP:
@@ -56,6 +69,8 @@ class Layout:
             raise ValueError(f"group={self.group!r}: a positive number of input elements, or -1 for a whole row")
         if self.scale_dtype not in ("fp32", "fp16"):
             raise ValueError(f"scale_dtype={self.scale_dtype!r}: known are fp32, fp16")
+        if self.act_bits not in ACT_CHUNK:
+            raise ValueError(f"act_bits={self.act_bits!r}: known are {sorted(ACT_CHUNK)}")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,10 +101,9 @@ class Layout:
         return tuple((start, min(start + size, k)) for start in range(0, k, size))
 
     def chunks(self, k: int) -> tuple[tuple[int, int], ...]:
-        """(start, stop) of each activation chunk: groups cut into pieces of at most ACT_CHUNK."""
-        return tuple(
-            (at, min(at + ACT_CHUNK, stop)) for start, stop in self.spans(k) for at in range(start, stop, ACT_CHUNK)
-        )
+        """(start, stop) of each activation chunk: groups cut into pieces of at most ACT_CHUNK[act_bits]."""
+        size = ACT_CHUNK[self.act_bits]
+        return tuple((at, min(at + size, stop)) for start, stop in self.spans(k) for at in range(start, stop, size))
 
     def block_bytes(self, k: int) -> int:
         return self.padded_k(k) // self.k_step * _STEP_BYTES[self.bits]
@@ -115,6 +129,7 @@ class Layout:
             "group": self.group,
             "symmetric": self.symmetric,
             "scale_dtype": self.scale_dtype,
+            "act_bits": self.act_bits,
         }
 
 
@@ -251,21 +266,21 @@ def gather_rows(
 
 
 def quantize_activations(x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-token, per-chunk symmetric int8.
+    """Per-token, per-chunk symmetric integers.
 
     Args:
         x: [M, K], any float dtype; computed in fp32.
-    Returns: codes int8 [M, K] and scales fp32 [M, chunks]; scale = max|x| / 127 (0 for an all-zero chunk),
-        code = round half to even of x * (127 / max|x|).
+    Returns: codes [M, K] int8 (act_bits 8) or int16 (16), and scales fp32 [M, chunks]; with top = 127 or 16256:
+        scale = max|x| / top (0 for an all-zero chunk), code = round half to even of x * (top / max|x|).
     """
     x = x.float()
-    spans = layout.chunks(x.shape[1])
-    codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    spans, top = layout.chunks(x.shape[1]), ACT_TOP[layout.act_bits]
+    codes = torch.empty(x.shape, dtype=torch.int8 if layout.act_bits == 8 else torch.int16, device=x.device)
     scales = torch.empty(x.shape[0], len(spans), device=x.device)
     for c, (start, stop) in enumerate(spans):
         part = x[:, start:stop]
         peak = part.abs().amax(1)
-        inverse = torch.where(peak > 0, 127.0 / peak, torch.zeros_like(peak))
-        scales[:, c] = peak / 127.0
-        codes[:, start:stop] = torch.round(part * inverse[:, None]).clamp_(-127, 127).to(torch.int8)
+        inverse = torch.where(peak > 0, top / peak, torch.zeros_like(peak))
+        scales[:, c] = peak / top
+        codes[:, start:stop] = torch.round(part * inverse[:, None]).clamp_(-top, top).to(codes.dtype)
     return codes, scales

@@ -1,0 +1,60 @@
+"""hfaccel: one line, `hfaccel.patch(model, config)`, and a Hugging Face model is smaller and faster in place."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from hfaccel.errors import PatchError
+
+if TYPE_CHECKING:
+    from hfaccel.cache.quantized import KVCache
+    from hfaccel.checkpoint import from_pretrained
+    from hfaccel.demo import demo_model
+    from hfaccel.patch import original, patch, report, unpatch
+    from hfaccel.quant.head import Head
+    from hfaccel.quant.rtn import RTN
+    from hfaccel.recipe import PatchConfig
+
+__version__ = "0.1.0"
+
+_PUBLIC = {  # name -> module, imported on use: `import hfaccel` stays quick
+    "patch": "hfaccel.patch",
+    "unpatch": "hfaccel.patch",
+    "original": "hfaccel.patch",
+    "report": "hfaccel.patch",
+    "from_pretrained": "hfaccel.checkpoint",
+    "demo_model": "hfaccel.demo",
+    "PatchConfig": "hfaccel.recipe",
+    "RTN": "hfaccel.quant.rtn",
+    "Head": "hfaccel.quant.head",
+    "KVCache": "hfaccel.cache.quantized",
+}
+__all__ = ["PatchError", "__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        module = _PUBLIC[name]
+    except KeyError:
+        raise AttributeError(f"module 'hfaccel' has no attribute {name!r}") from None
+    value = getattr(import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+class _Package(ModuleType):
+    """`hfaccel.patch` is a function and a submodule: importing the module must not bind it over the function."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _PUBLIC and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
