@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from hfaccel import checkpoint, compat
-from hfaccel.anatomy import Anatomy, anatomy
+from hfaccel.anatomy import Anatomy, anatomy, builtin_ignore
 from hfaccel.errors import AlreadyPatched, PatchError
 from hfaccel.journal import Journal
 from hfaccel.match import select
@@ -251,32 +251,39 @@ def _aliases(model: nn.Module) -> dict[int, list[str]]:
 
 def _names(model: nn.Module, transform: Transform, parts: Anatomy) -> list[str]:
     """Names of a LINEAR transform's sites, in the model's order."""
-    candidates = [
-        name.replace(".base_layer", "")
-        for name, module in model.named_modules()
-        if is_matrix(module) and not compat.is_adapter_part(name)
-    ]
     default = transform.default_targets(parts)
     if transform.targets is None:
         return select(list(default), None, transform.ignore, ())
-    head = (parts.head,) if parts.head else ()
-    quantizable = {*Rounding.default_targets(transform, parts), *head} if transform.rounds else set(default)
-    builtin = tuple(name for name in candidates if name not in quantizable)
-    return select(candidates, transform.targets, transform.ignore, builtin)
+    candidates = [name for name in parts.matrices if is_matrix(compat.base_layer(matrix_owner(model, name)))]
+    ignored = builtin_ignore(parts) if transform.rounds else [n for n in candidates if n not in set(default)]
+    return select(candidates, transform.targets, transform.ignore, ignored)
+
+
+def matrix_owner(model: nn.Module, name: str) -> nn.Module:
+    """The module a matrix's name leads to: itself, or the fused experts that hold it as a 3-D parameter."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return model.get_submodule(name.rpartition(".")[0])
 
 
 def _sites(model: nn.Module, transform: Transform, parts: Anatomy, modules: dict[int, list[str]]) -> list[Site]:
     if transform.unit is Unit.MODEL:
         return [Site(model, "", aliases=("",))]
     if transform.unit is Unit.BLOCK:
-        return [Site(block.module, block.name, block.index, aliases=(block.name,)) for block in parts.blocks]
+        return [Site(b.module, b.name, block=i, aliases=(b.name,)) for i, b in enumerate(parts.blocks)]
+    feeders = {reader: group.feeder for group in parts.groups for reader in group.readers}
+    positions = {block.name: i for i, block in enumerate(parts.blocks)}
     out, seen = [], set()
     for name in _names(model, transform, parts):
-        module = compat.base_layer(model.get_submodule(name))
+        module = compat.base_layer(matrix_owner(model, name))
         if id(module) in seen:
             continue
         seen.add(id(module))
-        out.append(Site(module, name, parts.block_of(name), parts.feeders_of(name), tuple(modules[id(module)])))
+        block, role = parts.locate(name)
+        aliases = tuple(modules[id(module)])
+        at = None if block is None else positions[block.name]
+        out.append(Site(module, aliases[0], role, at, feeders.get(name), aliases))
     return out
 
 
@@ -328,7 +335,7 @@ def _apply_site(
         weight = site.module._parameters.get("weight")
         twin = None if weight is None else shared.get(weight)
         if twin is not None and isinstance(transform, Rounding):
-            new = packed_like(site.module, transform.layout, dict(twin.packed))
+            new = packed_like(site.module, twin.layout, dict(twin.packed))
         else:
             new = transform.apply(site, None)
         if new is None:
@@ -362,10 +369,10 @@ def _apply_site(
 
 def untie_config(model: nn.Module, parts: Anatomy, journal: Journal) -> None:
     """config.tie_word_embeddings says whether head and embedding are still one tensor."""
-    if not (parts.tied and parts.head and getattr(model.config, "tie_word_embeddings", False)):
+    if not (parts.tied and parts.head):
         return
     head = compat.base_layer(model.get_submodule(parts.head))
-    embedding = compat.base_layer(model.get_submodule(parts.embedding))
+    embedding = compat.base_layer(model.get_submodule(parts.embeddings["tok"]))
     if head.weight is not embedding.weight:
         model.config.tie_word_embeddings = False  # the config is private by now: nothing to undo
 

@@ -43,15 +43,17 @@ class Site:
     Attributes:
         module: the module there now.
         name: its full dotted name; the first one where a module has several.
-        block: index of the decoder block it belongs to, or None.
-        feeders: names of the norm or linears whose output only this site's group of linears reads.
+        role: what it is there ("q", "down", "head", "tok", ...; see anatomy.Block), "" if unknown.
+        block: position of the block it belongs to in `Anatomy.blocks`, or None.
+        feeder: name of the norm or linear whose output only this site's group of linears reads, or None.
         aliases: every dotted name that refers to the same module, `name` included.
     """
 
     module: nn.Module
     name: str
+    role: str = ""
     block: int | None = None
-    feeders: tuple[str, ...] = ()
+    feeder: str | None = None
     aliases: tuple[str, ...] = ()
 
 

@@ -48,9 +48,9 @@ class Head(Rounding):
         return "head16" if self.bits == 16 else self.step_bits()
 
     def default_targets(self, anatomy: Anatomy) -> tuple[str, ...]:
-        if self.bits == 16 or anatomy.head is None:
+        if self.bits == 16 or anatomy.kind != "decoder" or anatomy.head is None:
             return ()
-        return (anatomy.head, anatomy.embedding) if anatomy.tied else (anatomy.head,)
+        return (anatomy.head, anatomy.embeddings["tok"]) if anatomy.tied else (anatomy.head,)
 
     def round(self, weight: Tensor, layout: Layout, stats: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         return round_to_nearest(weight, layout)
