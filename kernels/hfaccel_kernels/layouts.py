@@ -40,6 +40,7 @@ import torch
 ROWS = 16
 ACT_CHUNK = {8: 32, 16: 64}  # K-elements that share one activation scale, by act_bits
 ACT_TOP = {8: 127, 16: 127 * 128}  # largest activation code
+PEAK_FLOOR = 2.0**-100  # smaller chunks are zeros: the reciprocal must stay finite
 _K_STEP = {8: 4, 4: 8, 3: 32, 2: 16}
 _STEP_BYTES = {8: 64, 4: 64, 3: 192, 2: 64}
 
@@ -271,7 +272,8 @@ def quantize_activations(x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor,
     Args:
         x: [M, K], any float dtype; computed in fp32.
     Returns: codes [M, K] int8 (act_bits 8) or int16 (16), and scales fp32 [M, chunks]; with top = 127 or 16256:
-        scale = max|x| / top (0 for an all-zero chunk), code = round half to even of x * (top / max|x|).
+        scale = max|x| / top, code = round half to even of x * (1 / max|x| * top), each operation in fp32; codes are 0
+        where max|x| <= PEAK_FLOOR. A NaN or infinity makes the scale one, and with it every output of the token.
     """
     x = x.float()
     spans, top = layout.chunks(x.shape[1]), ACT_TOP[layout.act_bits]
@@ -280,7 +282,7 @@ def quantize_activations(x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor,
     for c, (start, stop) in enumerate(spans):
         part = x[:, start:stop]
         peak = part.abs().amax(1)
-        inverse = torch.where(peak > 0, top / peak, torch.zeros_like(peak))
+        inverse = torch.where(peak > PEAK_FLOOR, peak.reciprocal() * top, torch.zeros_like(peak))
         scales[:, c] = peak / top
         codes[:, start:stop] = torch.round(part * inverse[:, None]).clamp_(-top, top).to(codes.dtype)
     return codes, scales

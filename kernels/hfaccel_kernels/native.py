@@ -117,7 +117,9 @@ def compiler() -> tuple[tuple[str, ...], str] | None:
         if not command or shutil.which(command[0]) is None:
             continue
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            said = subprocess.run((*command, "--version"), capture_output=True, text=True, timeout=20, check=True)
+            said = subprocess.run(
+                (*command, "--version"), capture_output=True, text=True, timeout=20, check=True
+            )
             return command, said.stdout.partition("\n")[0]
     return None
 
@@ -139,9 +141,13 @@ def cache_folder() -> Path:
     if not stat.S_ISDIR(info.st_mode):
         raise NativeError(f"build cache {folder} is not a folder; set HFACCEL_CACHE")
     if info.st_uid != os.geteuid():
-        raise NativeError(f"build cache {folder} belongs to another user (uid {info.st_uid}); set HFACCEL_CACHE")
+        raise NativeError(
+            f"build cache {folder} belongs to another user (uid {info.st_uid}); set HFACCEL_CACHE"
+        )
     if info.st_mode & 0o022:
-        raise NativeError(f"build cache {folder} is writable by others (mode {info.st_mode & 0o777:o}); chmod go-w it")
+        raise NativeError(
+            f"build cache {folder} is writable by others (mode {info.st_mode & 0o777:o}); chmod go-w it"
+        )
     return folder
 
 
@@ -273,6 +279,7 @@ class Weight(ctypes.Structure):
         ("bits", ctypes.c_int32),
         ("group", ctypes.c_int32),
         ("chunk", ctypes.c_int32),
+        ("act_bits", ctypes.c_int32),
         ("scale_dtype", ctypes.c_int32),
         ("bias_dtype", ctypes.c_int32),
     ]

@@ -26,22 +26,23 @@ struct HfaWeight {
     int32_t kind;           // HfaKind
     int32_t bits;           // packed: 8, 4, 3, 2
     int32_t group;          // packed: K-elements a scale serves; -1 = k
-    int32_t chunk;          // packed: layouts.ACT_CHUNK, a multiple of 32
+    int32_t chunk;          // packed: layouts.ACT_CHUNK[act_bits], a multiple of 32
+    int32_t act_bits;       // packed: 8 or 16
     int32_t scale_dtype;    // HFA_F32 or HFA_F16
     int32_t bias_dtype;     // HfaDtype
 };
 
 // Activations of `m` tokens, quantized by hfa_quantize_rows. Chunks follow each other, the last one of a group padded
-// with zeros to 32 codes. The layout depends on (k, group, chunk) alone, and not even on the group where it is a
-// multiple of the chunk: weights for which hfa_acts_key is equal can share one.
+// with zeros to 32 codes. The layout depends on (k, act_bits, chunk, group) alone, and not even on the group where it
+// is a multiple of the chunk: weights for which k and hfa_acts_key are equal share one.
 struct HfaActs {
-    int8_t* codes;          // [m, ldq]
+    int8_t* codes;          // [m, ldq]; act_bits 16: the high plane, code = 128 * high + low, -64 <= low <= 63
+    int8_t* low;            // [m, ldq] of act_bits 16; else NULL
     float* scales;          // [m, lds]
     int32_t* sums;          // [m, lds] sum of the chunk's codes
     int64_t ldq, lds;
 };
 
-// Equal keys (and equal k): the same HfaActs serves both weights.
 HFA_EXPORT int64_t hfa_acts_key(const HfaWeight* w);
 // Bytes that hfa_acts_view needs for m tokens (0 for a plain weight); the buffer is 64-byte aligned.
 HFA_EXPORT int64_t hfa_acts_bytes(const HfaWeight* w, int64_t m);

@@ -1,0 +1,160 @@
+// y = x W^T + bias, in shares of a caller's parallel region. The arithmetic is in matmul_packed.h and matmul_plain.h;
+// here are only the tiles: which thread does which 16 rows of which tokens.
+#include <stdlib.h>
+
+#include "hfa.h"
+#include "matmul_packed.h"
+#include "matmul_plain.h"
+#include "parallel.h"
+#include "simd.h"
+
+namespace hfa {
+namespace {
+
+struct Out {
+    void* y;
+    int64_t ld;
+    int32_t dtype;
+    int add;
+};
+
+// 16 rows of one token, `rows` of them real.
+inline void finish(const HfaWeight* w, const Out& out, int64_t token, int64_t row, int rows, Vf v) {
+    if (w->bias) v = v + load_as(w->bias, row, w->bias_dtype, rows);
+    const int64_t at = token * out.ld + row;
+    if (out.add) v = load_as(out.y, at, out.dtype, rows) + v;
+    store_as(out.y, at, out.dtype, v, rows);
+}
+
+using BlockFn = void (*)(const HfaWeight*, const uint8_t*, const void*, const uint8_t*, const HfaActs*, int64_t,
+                         const Out&, int64_t, int);
+
+template <int BITS, bool ASYM, bool WIDE, int T>
+void packed_tile(const HfaWeight* w, const uint8_t* data, const void* scale, const uint8_t* zero, const HfaActs* acts,
+                 int64_t token, const Out& out, int64_t row, int rows) {
+    Vf v[T];
+    block_dot<BITS, ASYM, WIDE, T>(w, data, scale, zero, acts, token, v);
+    for (int t = 0; t < T; ++t) finish(w, out, token + t, row, rows, v[t]);
+}
+
+// Tokens of a tile: 12, 8, 4, 2 or 1, as many as the registers of the instruction set hold.
+template <bool WIDE> constexpr int kMost = WIDE ? kTileTokens * 2 / 3 : kTileTokens;
+
+template <int BITS, bool ASYM, bool WIDE, int T> int tile_if(int64_t left, BlockFn* fn) {
+    if constexpr (T > kMost<WIDE> && T > 1) return 0;
+    else {
+        if (left < T) return 0;
+        *fn = packed_tile<BITS, ASYM, WIDE, T>;
+        return T;
+    }
+}
+template <int BITS, bool ASYM, bool WIDE> int tile(int64_t left, BlockFn* fn) {
+    if (const int t = tile_if<BITS, ASYM, WIDE, 12>(left, fn)) return t;
+    if (const int t = tile_if<BITS, ASYM, WIDE, 8>(left, fn)) return t;
+    if (const int t = tile_if<BITS, ASYM, WIDE, 4>(left, fn)) return t;
+    if (const int t = tile_if<BITS, ASYM, WIDE, 2>(left, fn)) return t;
+    return tile_if<BITS, ASYM, WIDE, 1>(left, fn);
+}
+
+template <int BITS> struct Bytes {
+    static int64_t of_block(const HfaWeight* w) {
+        using S = Step<BITS>;
+        const int64_t group = w->group < 0 || w->group > w->k ? w->k : w->group;
+        if (group == 0) return 0;
+        const int64_t whole = w->k / group, rest = w->k - whole * group;
+        return (whole * ((group + S::k - 1) / S::k) + (rest + S::k - 1) / S::k) * S::bytes;
+    }
+};
+
+// Tokens whose codes stay in the second-level cache while all weights pass by.
+constexpr int64_t kActBytes = 384 << 10;
+
+template <int BITS, bool ASYM, bool WIDE>
+void packed(const HfaWeight* w, const HfaActs* acts, int64_t m, const Out& out, int tid, int nthreads) {
+    const int64_t blocks = (w->n + 15) / 16, bytes = Bytes<BITS>::of_block(w);
+    const int64_t group = w->group < 0 || w->group > w->k ? w->k : w->group;
+    const int64_t groups = group ? (w->k + group - 1) / group : 0, size = w->scale_dtype == HFA_F32 ? 4 : 2;
+    int64_t span = acts->ldq ? kActBytes / acts->ldq / 12 * 12 : m;
+    if (span < 12) span = 12;
+    const int64_t spans = (m + span - 1) / span;
+    const Range mine = share(blocks * spans, tid, nthreads);
+    for (int64_t item = mine.begin; item < mine.end; ++item) {
+        const int64_t b = item % blocks, first = item / blocks * span;
+        const int64_t last = first + span < m ? first + span : m;
+        const uint8_t* data = static_cast<const uint8_t*>(w->data) + b * bytes;
+        const void* scale = static_cast<const uint8_t*>(w->scale) + b * groups * 16 * size;
+        const uint8_t* zero = ASYM ? w->zero + b * groups * 16 : nullptr;
+        const int rows = w->n - b * 16 < 16 ? (int)(w->n - b * 16) : 16;
+        for (int64_t t = first; t < last;) {
+            BlockFn fn;
+            const int n = tile<BITS, ASYM, WIDE>(last - t, &fn);
+            fn(w, data, scale, zero, acts, t, out, b * 16, rows);
+            t += n;
+        }
+    }
+}
+
+template <int BITS>
+void packed_bits(const HfaWeight* w, const HfaActs* acts, int64_t m, const Out& out, int tid, int nthreads) {
+    if (w->act_bits == 16) {
+        if (w->zero) packed<BITS, true, true>(w, acts, m, out, tid, nthreads);
+        else packed<BITS, false, true>(w, acts, m, out, tid, nthreads);
+    } else {
+        if (w->zero) packed<BITS, true, false>(w, acts, m, out, tid, nthreads);
+        else packed<BITS, false, false>(w, acts, m, out, tid, nthreads);
+    }
+}
+
+}  // namespace
+}  // namespace hfa
+
+HFA_EXPORT void hfa_matmul(const HfaWeight* w, const HfaActs* acts, const float* x, int64_t ldx, int64_t m, void* y,
+                           int32_t y_dtype, int64_t ldy, int add, int tid, int nthreads) {
+    using namespace hfa;
+    const Out out{y, ldy, y_dtype, add};
+    if (w->kind != HFA_PACKED) return plain(w, x, ldx, m, y, y_dtype, ldy, add, tid, nthreads);
+    switch (w->bits) {
+        case 8: return packed_bits<8>(w, acts, m, out, tid, nthreads);
+        case 4: return packed_bits<4>(w, acts, m, out, tid, nthreads);
+        case 3: return packed_bits<3>(w, acts, m, out, tid, nthreads);
+        case 2: return packed_bits<2>(w, acts, m, out, tid, nthreads);
+    }
+}
+
+HFA_EXPORT int hfa_linear(const HfaWeight* w, const void* x, int32_t x_dtype, int64_t ldx, int64_t m, void* y,
+                          int32_t y_dtype, int64_t ldy, int nthreads) {
+    using namespace hfa;
+    if (m == 0 || w->n == 0) return 0;
+    const bool is_packed = w->kind == HFA_PACKED, convert = !is_packed && x_dtype != HFA_F32;
+    const int64_t bytes = is_packed ? hfa_acts_bytes(w, m) : convert ? m * w->k * 4 : 0;
+    void* scratch = nullptr;
+    if (bytes && posix_memalign(&scratch, 64, bytes)) return -1;
+    // A thread is worth waking for about 20 us of work: 2^17 bytes of weights, or as many products a token.
+    const int64_t worth = 1 + (w->n * w->k * (m + 3) / 4 >> 15);
+    if (nthreads > worth) nthreads = (int)worth;
+    HfaActs acts{};
+    if (is_packed) hfa_acts_view(w, scratch, m, &acts);
+    Barrier barrier;
+    parallel(nthreads, [&](int tid, int n) {
+        const float* xf = static_cast<const float*>(x);
+        int64_t ld = ldx;
+        if (is_packed) {
+            hfa_quantize_rows(w, x, x_dtype, ldx, m, &acts, tid, n);
+            barrier.wait(n);
+        } else if (convert) {
+            float* to = static_cast<float*>(scratch);
+            const Range mine = share(m * ((w->k + 15) / 16), tid, n);
+            for (int64_t i = mine.begin; i < mine.end; ++i) {
+                const int64_t token = i / ((w->k + 15) / 16), at = i % ((w->k + 15) / 16) * 16;
+                const int left = w->k - at < 16 ? (int)(w->k - at) : 16;
+                store_as(to, token * w->k + at, HFA_F32, load_as(x, token * ldx + at, x_dtype, left), left);
+            }
+            barrier.wait(n);
+            xf = to;
+            ld = w->k;
+        }
+        hfa_matmul(w, &acts, xf, ld, m, y, y_dtype, ldy, 0, tid, n);
+    });
+    free(scratch);
+    return 0;
+}

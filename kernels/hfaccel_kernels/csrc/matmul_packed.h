@@ -1,0 +1,109 @@
+// Packed weight times int8 activations, 16 output rows x T tokens at a time.
+//
+//   y[t, r] = sum over chunks c, in order:  fma(float(dot[t, r, c] - zero[r, c] * sum[t, c]), s_w[r, c] * s_x[t, c], y)
+//
+// dot is exact in int32 (16-bit activations: 128 * dot of the high plane + dot of the low one), so its own order is free; the fp32 order is that of the chunks. T, threads and blocking do
+// not appear in it.
+#pragma once
+
+#include "simd.h"
+
+namespace hfa {
+
+template <int BITS> struct Step;  // k: K-elements, bytes, quads of one step; run: its dots
+
+template <> struct Step<8> {
+    static constexpr int k = 4, bytes = 64;
+    template <class Dot> static inline void run(const uint8_t* p, Dot&& dot) { dot(0, codes8(load_line(p))); }
+};
+
+template <> struct Step<4> {
+    static constexpr int k = 8, bytes = 64;
+    template <class Dot> static inline void run(const uint8_t* p, Dot&& dot) {
+        const Vb line = load_line(p), mask = splat_b(0x0f);
+        dot(0, line & mask);
+        dot(1, shr<4>(line) & mask);
+    }
+};
+
+template <> struct Step<2> {
+    static constexpr int k = 16, bytes = 64;
+    template <class Dot> static inline void run(const uint8_t* p, Dot&& dot) {
+        const Vb line = load_line(p), mask = splat_b(0x03);
+        dot(0, line & mask);
+        dot(1, shr<2>(line) & mask);
+        dot(2, shr<4>(line) & mask);
+        dot(3, shr<6>(line) & mask);
+    }
+};
+
+template <> struct Step<3> {
+    static constexpr int k = 32, bytes = 192;
+    template <class Dot> static inline void run(const uint8_t* p, Dot&& dot) {
+        const Vb low = splat_b(0x03), high = splat_b(0x04), top = load_line(p + 128);
+        const Vb first = load_line(p), second = load_line(p + 64);
+        dot(0, (first & low) | (shl<2>(top) & high));
+        dot(1, (shr<2>(first) & low) | (shl<1>(top) & high));
+        dot(2, (shr<4>(first) & low) | (top & high));
+        dot(3, (shr<6>(first) & low) | (shr<1>(top) & high));
+        dot(4, (second & low) | (shr<2>(top) & high));
+        dot(5, (shr<2>(second) & low) | (shr<3>(top) & high));
+        dot(6, (shr<4>(second) & low) | (shr<4>(top) & high));
+        dot(7, (shr<6>(second) & low) | (shr<5>(top) & high));
+    }
+};
+
+constexpr int kAhead = 1024;  // bytes: prefetch distance in the weights
+
+// `data`, `scale`, `zero` point at the block's own; acts at the tile's first token.
+template <int BITS, bool ASYM, bool WIDE, int T>
+static inline void block_dot(const HfaWeight* w, const uint8_t* data, const void* scale, const uint8_t* zero,
+                             const HfaActs* acts, int64_t token, Vf* out) {
+    using S = Step<BITS>;
+    const int8_t* codes = acts->codes + token * acts->ldq;
+    const int64_t to_low = WIDE ? acts->low - acts->codes : 0;
+    const float* xs = acts->scales + token * acts->lds;
+    const int32_t* sums = acts->sums + token * acts->lds;
+    const int64_t ldq = acts->ldq, lds = acts->lds;
+    const int64_t group = w->group < 0 || w->group > w->k ? w->k : w->group, chunk = w->chunk;
+    constexpr int shift = BITS == 8 ? 128 - kCode8Zero : 0;  // the kernel's codes are the unsigned ones minus this
+    constexpr int constant = (1 << (BITS - 1)) - shift;
+    Vf acc[T];
+    for (int t = 0; t < T; ++t) acc[t] = splat(0.0f);
+    for (int64_t start = 0, g = 0; start < w->k; start += group, ++g) {
+        const int64_t length = w->k - start < group ? w->k - start : group;
+        const Vf sw = load_as(scale, g * 16, w->scale_dtype);
+        const Vi zw = ASYM ? load_u8(zero + g * 16) - splat_i(shift) : splat_i(0);
+        for (int64_t at = 0; at < length; at += chunk) {
+            const int64_t left = length - at < chunk ? length - at : chunk;
+            const int steps = (int)((left + S::k - 1) / S::k);
+            Vi dots[T], lows[WIDE ? T : 1];
+            for (int t = 0; t < T; ++t) dots[t] = splat_i(0);
+            for (int t = 0; WIDE && t < T; ++t) lows[t] = splat_i(0);
+            for (int s = 0; s < steps; ++s) {
+                const int8_t* here = codes + s * S::k;
+                if (T <= 4) prefetch(data + kAhead);
+                S::run(data, [&](int quad, const Vb& line) {
+                    for (int t = 0; t < T; ++t) {
+                        const int8_t* x = here + t * ldq + quad * 4;
+                        dots[t] = BITS == 8 ? dot8(dots[t], line, x) : dot4(dots[t], line, x);
+                        if (WIDE) lows[t] = BITS == 8 ? dot8(lows[t], line, x + to_low) : dot4(lows[t], line, x + to_low);
+                    }
+                });
+                data += S::bytes;
+            }
+            for (int t = 0; t < T; ++t) {
+                const int32_t sum = sums[t * lds];
+                if (WIDE) dots[t] = shift_left<7>(dots[t]) + lows[t];
+                const Vi exact = dots[t] - (ASYM ? zw * splat_i(sum) : splat_i(constant * sum));
+                acc[t] = fma(to_float(exact), sw * splat(xs[t * lds]), acc[t]);
+            }
+            codes += (left + 31) / 32 * 32;
+            ++xs;
+            ++sums;
+        }
+    }
+    for (int t = 0; t < T; ++t) out[t] = acc[t];
+}
+
+}  // namespace hfa

@@ -1,0 +1,105 @@
+// Activations to integers: per token, per chunk of K, symmetric; layouts.quantize_activations bit for bit.
+//   peak = max|x|, scale = peak / top, code = round half to even of x * (1 / peak * top); top = 127 or 16256
+#include "parallel.h"
+#include "simd.h"
+
+namespace hfa {
+namespace {
+
+constexpr int64_t kPad = 32;  // codes; the longest k_step of a layout
+inline int64_t pad(int64_t v, int64_t to) { return (v + to - 1) / to * to; }
+
+// Where chunks lie. Groups that are whole chunks (or one for the row) do not show: then `group` is k.
+struct Pieces {
+    int64_t k, group, chunk, per_group, count, k_pad;
+
+    explicit Pieces(const HfaWeight* w) : k(w->k), chunk(w->chunk) {
+        group = w->group < 0 || w->group >= k || w->group % chunk == 0 ? k : w->group;
+        per_group = (group + chunk - 1) / chunk;
+        const int64_t whole = group ? k / group : 0, rest = k - whole * group;
+        count = whole * per_group + (rest + chunk - 1) / chunk;
+        k_pad = whole * pad(group, kPad) + pad(rest, kPad);
+    }
+};
+
+// One chunk of n elements, from x[at] on; `low` is NULL or takes the low plane.
+inline void quantize_chunk(const void* x, int32_t dtype, int64_t at, int64_t n, int8_t* codes, int8_t* low_codes,
+                           float* scale, int32_t* sum) {
+    const int32_t limit = low_codes ? 127 * 128 : 127;
+    const Vi magnitude = splat_i(0x7fffffff);
+    Vi top = splat_i(0);  // |x| compared as integers: a NaN is above infinity and so is never lost
+    for (int64_t i = 0; i < n; i += 16) {
+        const int left = n - i < 16 ? (int)(n - i) : 16;
+        top = max(top, bits(load_as(x, at + i, dtype, left)) & magnitude);
+    }
+    int32_t lanes[16], peak_bits = 0;
+    store_i(lanes, top);
+    for (int l = 0; l < 16; ++l) peak_bits = peak_bits > lanes[l] ? peak_bits : lanes[l];
+    float peak;
+    memcpy(&peak, &peak_bits, 4);
+    const float inverse = peak > 0x1p-100f ? 1.0f / peak * (float)limit : 0.0f;
+    *scale = peak / (float)limit;
+    const Vf by = splat(inverse);
+    const Vi low = splat_i(-limit), high = splat_i(limit);
+    Vi total = splat_i(0);
+    for (int64_t i = 0; i < pad(n, kPad); i += 16) {
+        Vi code = splat_i(0);
+        if (i < n) {
+            const int left = n - i < 16 ? (int)(n - i) : 16;
+            code = min(max(round_even(load_as(x, at + i, dtype, left) * by), low), high);
+        }
+        total = total + code;
+        if (low_codes) {
+            const Vi top_part = shift_right<7>(code + splat_i(64));
+            store_i8(low_codes + i, code - shift_left<7>(top_part));
+            code = top_part;
+        }
+        store_i8(codes + i, code);
+    }
+    store_i(lanes, total);
+    int32_t all = 0;
+    for (int l = 0; l < 16; ++l) all += lanes[l];
+    *sum = all;
+}
+
+}  // namespace
+}  // namespace hfa
+
+using hfa::Pieces;
+
+HFA_EXPORT int64_t hfa_acts_key(const HfaWeight* w) {
+    const int64_t group = Pieces(w).group;
+    return (int64_t)w->act_bits << 56 | (int64_t)w->chunk << 40 | (group == w->k ? 0 : group);
+}
+
+HFA_EXPORT int64_t hfa_acts_bytes(const HfaWeight* w, int64_t m) {
+    if (w->kind != HFA_PACKED) return 0;
+    const Pieces p(w);
+    return m * (w->act_bits / 8 * hfa::pad(p.k_pad, 64) + 2 * 4 * p.count);
+}
+
+HFA_EXPORT void hfa_acts_view(const HfaWeight* w, void* buffer, int64_t m, HfaActs* acts) {
+    const Pieces p(w);
+    acts->ldq = hfa::pad(p.k_pad, 64);
+    acts->lds = p.count;
+    acts->codes = static_cast<int8_t*>(buffer);
+    acts->low = w->act_bits == 16 ? acts->codes + m * acts->ldq : nullptr;
+    acts->scales = reinterpret_cast<float*>(acts->codes + w->act_bits / 8 * m * acts->ldq);
+    acts->sums = reinterpret_cast<int32_t*>(acts->scales + m * acts->lds);
+}
+
+HFA_EXPORT void hfa_quantize_rows(const HfaWeight* w, const void* x, int32_t x_dtype, int64_t ldx, int64_t m,
+                                  const HfaActs* acts, int tid, int nthreads) {
+    const Pieces p(w);
+    const hfa::Range mine = hfa::share(m * p.count, tid, nthreads);
+    for (int64_t at = mine.begin; at < mine.end; ++at) {
+        const int64_t token = at / p.count, c = at % p.count, g = c / p.per_group, in = c % p.per_group * p.chunk;
+        const int64_t start = g * p.group + in;
+        int64_t stop = (g + 1) * p.group < p.k ? (g + 1) * p.group : p.k;
+        if (start + p.chunk < stop) stop = start + p.chunk;
+        const int64_t to = token * acts->ldq + g * hfa::pad(p.group, hfa::kPad) + in;
+        hfa::quantize_chunk(x, x_dtype, token * ldx + start, stop - start, acts->codes + to,
+                            acts->low ? acts->low + to : nullptr, acts->scales + token * acts->lds + c,
+                            acts->sums + token * acts->lds + c);
+    }
+}

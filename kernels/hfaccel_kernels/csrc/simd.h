@@ -1,0 +1,84 @@
+// Sixteen lanes, written once: every inner loop uses these types, and the build compiles it for one instruction set
+// (-DHFA_ISA_AVX512, _AVX2, _NEON or _SCALAR). Each operation rounds once and every order is fixed, so that all
+// instruction sets give the same bits.
+//
+//   Vf  16 floats        Vi  16 int32        Vb  a line of 64 bytes: 16 rows x 4 codes (layouts.py)
+//   dot4(acc, codes, quad)   acc[r] += sum_i codes[4r + i] * quad[i]; codes below 8 bits are unsigned. At 8 bits
+//                            the line goes through codes8() first, and kCode8Zero is the code that stands for 0.
+//   kTileTokens              tokens whose accumulators fit the registers
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "hfa.h"
+
+#if defined(HFA_ISA_AVX512)
+#include "simd_avx512.h"
+#elif defined(HFA_ISA_AVX2)
+#include "simd_avx2.h"
+#elif defined(HFA_ISA_NEON)
+#include "simd_neon.h"
+#elif defined(HFA_ISA_SCALAR)
+#include "simd_scalar.h"
+#else
+#error "one of HFA_ISA_AVX512, _AVX2, _NEON, _SCALAR"
+#endif
+
+namespace hfa {
+
+// Sum of 16 lanes: halves added until one is left, (l, l + 8), then 4, 2, 1.
+static inline float reduce_add(Vf v) {
+    float t[16];
+    store(t, v);
+    for (int w = 8; w; w /= 2)
+        for (int l = 0; l < w; ++l) t[l] += t[l + w];
+    return t[0];
+}
+
+static inline float reduce_max(Vf v) {
+    float t[16];
+    store(t, v);
+    for (int w = 8; w; w /= 2)
+        for (int l = 0; l < w; ++l) t[l] = t[l] > t[l + w] ? t[l] : t[l + w];
+    return t[0];
+}
+
+// 16 elements of any dtype, and the first n of them (the other lanes 0; memory behind them is not touched).
+static inline Vf load_as(const void* p, int64_t at, int32_t dtype) {
+    if (dtype == HFA_F32) return load(static_cast<const float*>(p) + at);
+    const uint16_t* half = static_cast<const uint16_t*>(p) + at;
+    return dtype == HFA_BF16 ? load_bf16(half) : load_f16(half);
+}
+static inline Vf load_as(const void* p, int64_t at, int32_t dtype, int n) {
+    if (n >= 16) return load_as(p, at, dtype);
+    if (dtype == HFA_F32) {
+        float t[16] = {};
+        memcpy(t, static_cast<const float*>(p) + at, n * sizeof(float));
+        return load(t);
+    }
+    uint16_t t[16] = {};
+    memcpy(t, static_cast<const uint16_t*>(p) + at, n * sizeof(uint16_t));
+    return dtype == HFA_BF16 ? load_bf16(t) : load_f16(t);
+}
+
+// Round to nearest even into any dtype.
+static inline void store_as(void* p, int64_t at, int32_t dtype, Vf v, int n = 16) {
+    if (dtype == HFA_F32) {
+        float* to = static_cast<float*>(p) + at;
+        if (n >= 16) return store(to, v);
+        float t[16];
+        store(t, v);
+        memcpy(to, t, n * sizeof(float));
+        return;
+    }
+    uint16_t* to = static_cast<uint16_t*>(p) + at;
+    uint16_t t[16];
+    uint16_t* out = n >= 16 ? to : t;
+    if (dtype == HFA_BF16) store_bf16(out, v);
+    else store_f16(out, v);
+    if (n < 16) memcpy(to, t, n * sizeof(uint16_t));
+}
+
+}  // namespace hfa

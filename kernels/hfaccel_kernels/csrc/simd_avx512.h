@@ -1,0 +1,73 @@
+#pragma once
+
+#include <immintrin.h>
+
+namespace hfa {
+
+struct Vf { __m512 v; };
+struct Vi { __m512i v; };
+struct Vb { __m512i v; };
+
+constexpr int kTileTokens = 12;
+constexpr int kCode8Zero = 128;  // vpdpbusd takes the codes unsigned
+
+static inline Vf splat(float x) { return {_mm512_set1_ps(x)}; }
+static inline Vf load(const float* p) { return {_mm512_loadu_ps(p)}; }
+static inline void store(float* p, Vf a) { _mm512_storeu_ps(p, a.v); }
+static inline Vf operator+(Vf a, Vf b) { return {_mm512_add_ps(a.v, b.v)}; }
+static inline Vf operator-(Vf a, Vf b) { return {_mm512_sub_ps(a.v, b.v)}; }
+static inline Vf operator*(Vf a, Vf b) { return {_mm512_mul_ps(a.v, b.v)}; }
+static inline Vf operator/(Vf a, Vf b) { return {_mm512_div_ps(a.v, b.v)}; }
+static inline Vf max(Vf a, Vf b) { return {_mm512_max_ps(a.v, b.v)}; }
+static inline Vf min(Vf a, Vf b) { return {_mm512_min_ps(a.v, b.v)}; }
+static inline Vf fma(Vf a, Vf b, Vf c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+static inline Vf load_bf16(const uint16_t* p) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
+}
+static inline Vf load_f16(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+static inline void store_bf16(uint16_t* p, Vf a) {
+    const __m512i bits = _mm512_castps_si512(a.v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    // NaN stays one: its rounding would carry into infinity
+    up = _mm512_mask_or_epi32(up, _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), bits, _mm512_set1_epi32(0x400000));
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16)));
+}
+static inline void store_f16(uint16_t* p, Vf a) {
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+static inline Vi splat_i(int32_t x) { return {_mm512_set1_epi32(x)}; }
+static inline Vi load_i(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+static inline Vi load_u8(const uint8_t* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
+static inline void store_i(int32_t* p, Vi a) { _mm512_storeu_si512(p, a.v); }
+static inline void store_i8(int8_t* p, Vi a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(a.v)); }
+static inline Vi operator+(Vi a, Vi b) { return {_mm512_add_epi32(a.v, b.v)}; }
+static inline Vi operator-(Vi a, Vi b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+static inline Vi operator*(Vi a, Vi b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
+static inline Vi operator&(Vi a, Vi b) { return {_mm512_and_si512(a.v, b.v)}; }
+template <int S> static inline Vi shift_left(Vi a) { return {_mm512_slli_epi32(a.v, S)}; }
+template <int S> static inline Vi shift_right(Vi a) { return {_mm512_srai_epi32(a.v, S)}; }  // keeps the sign
+static inline Vi max(Vi a, Vi b) { return {_mm512_max_epi32(a.v, b.v)}; }
+static inline Vi min(Vi a, Vi b) { return {_mm512_min_epi32(a.v, b.v)}; }
+static inline Vf to_float(Vi a) { return {_mm512_cvtepi32_ps(a.v)}; }
+static inline Vi round_even(Vf a) { return {_mm512_cvtps_epi32(a.v)}; }
+static inline Vi bits(Vf a) { return {_mm512_castps_si512(a.v)}; }
+static inline Vf from_bits(Vi a) { return {_mm512_castsi512_ps(a.v)}; }
+
+static inline Vb load_line(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+static inline Vb splat_b(uint8_t x) { return {_mm512_set1_epi8((char)x)}; }
+static inline Vb operator&(Vb a, Vb b) { return {_mm512_and_si512(a.v, b.v)}; }
+static inline Vb operator|(Vb a, Vb b) { return {_mm512_or_si512(a.v, b.v)}; }
+template <int S> static inline Vb shr(Vb a) { return {_mm512_srli_epi16(a.v, S)}; }  // bits cross into the low byte
+template <int S> static inline Vb shl(Vb a) { return {_mm512_slli_epi16(a.v, S)}; }
+static inline Vb codes8(Vb a) { return {_mm512_xor_si512(a.v, _mm512_set1_epi8((char)0x80))}; }
+static inline Vi dot4(Vi acc, Vb codes, const int8_t* quad) {
+    int32_t q;
+    memcpy(&q, quad, 4);
+    return {_mm512_dpbusd_epi32(acc.v, codes.v, _mm512_set1_epi32(q))};
+}
+static inline Vi dot8(Vi acc, Vb codes, const int8_t* quad) { return dot4(acc, codes, quad); }
+static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+
+}  // namespace hfa

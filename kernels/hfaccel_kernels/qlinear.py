@@ -1,0 +1,297 @@
+"""Linear layers: packed weights (`qlinear`) and weights read as they are (`plain_linear`).
+
+    qlinear        y = q(x) W^T + bias,  W [N, K] packed as layouts.py says
+    plain_linear   y = x W^T + bias,     W [N, K] fp32, bf16 or fp16, row-major
+
+Limits and accumulation. On a CPU x becomes 8- or 16-bit integers per token and chunk
+(layouts.quantize_activations), dots of a chunk
+are exact int32 and are added in fp32 in chunk order; y is rounded once to the dtype of x. On CUDA the weight alone is
+quantized. plain_linear multiplies and adds in fp32. Gradients flow to x (through the dequantized weight, the rounding
+of x taken as the identity), to bias and, in plain_linear, to the weight; codes and scales have none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import torch.nn.functional as F
+
+from . import dispatch, layouts, native
+from .layouts import Layout
+
+Tensor = torch.Tensor
+
+_library = torch.library.Library("hfaccel", "DEF")
+_library.define(
+    "qlinear(Tensor x, Tensor weight, Tensor scale, Tensor? zero, Tensor? bias, int bits, int group,"
+    " int act_bits, int n, int k) -> Tensor"
+)
+_library.define("plain_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+
+
+def qlinear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    layout: Layout,
+    n: int,
+    k: int,
+) -> Tensor:
+    """Linear layer with a packed weight.
+
+    Args:
+        x: [..., K] of any float dtype.
+        weight, scale, zero: `layout.shapes(n, k)`.
+        bias: [N] of any float dtype, or None.
+    Returns: [..., N] in the dtype of x.
+    Raises: ValueError if shapes or dtypes are not those of the layout.
+    """
+    return torch.ops.hfaccel.qlinear(
+        x, weight, scale, zero, bias, layout.bits, layout.group, layout.act_bits, n, k
+    )
+
+
+def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear(x.float(), weight.float(), bias)` in the dtype of x, without copies of the weight.
+
+    Args:
+        x: [..., K] of any float dtype.
+        weight: [N, K] fp32, bf16 or fp16, unit stride along K.
+    """
+    return torch.ops.hfaccel.plain_linear(x, weight, bias)
+
+
+# ---------------------------------------------------------------- reference
+
+
+def qlinear_reference(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    layout: Layout,
+    n: int,
+    k: int,
+) -> Tensor:
+    """The specification, in plain PyTorch: fp32 sums of the chunks' dots (on CUDA and for gradients: of x itself)."""
+    w = layouts.dequantize(weight, scale, zero, layout, n, k)
+    x2 = x.reshape(-1, k).float()
+    if x.device.type == "cpu":
+        codes, scales = layouts.quantize_activations(x2, layout)
+        wide = torch.cat(
+            [codes[:, a:b] * scales[:, c : c + 1] for c, (a, b) in enumerate(layout.chunks(k))] or [x2], 1
+        )
+        x2 = wide
+    y = x2 @ w.t()
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(x.dtype).view(*x.shape[:-1], n)
+
+
+def plain_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The specification of `plain_linear`."""
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+
+# ---------------------------------------------------------------- native
+
+
+def _refuses(call: dispatch.Call) -> str:
+    if call.device != "cpu":
+        return "CPU only"
+    return "" if native.available() else f"no C++ kernels: {native.reason()}"
+
+
+@dispatch.register("qlinear", "native", priority=20, refusal=_refuses)
+def qlinear_native(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    layout: Layout,
+    n: int,
+    k: int,
+) -> Tensor:
+    described = native.Weight(
+        weight.data_ptr(),
+        scale.data_ptr(),
+        None if zero is None else zero.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        n,
+        k,
+        0,
+        native.PACKED,
+        layout.bits,
+        layout.group,
+        layouts.ACT_CHUNK[layout.act_bits],
+        layout.act_bits,
+        native.DTYPES[scale.dtype],
+        0 if bias is None else native.DTYPES[bias.dtype],
+    )
+    return _linear(described, x, n, k)
+
+
+@dispatch.register("plain_linear", "native", priority=20, refusal=_refuses)
+def plain_linear_native(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    n, k = weight.shape
+    described = native.Weight(
+        weight.data_ptr(),
+        None,
+        None,
+        None if bias is None else bias.data_ptr(),
+        n,
+        k,
+        weight.stride(0),
+        native.PLAIN[weight.dtype],
+        0,
+        -1,
+        32,
+        8,
+        0,
+        0 if bias is None else native.DTYPES[bias.dtype],
+    )
+    return _linear(described, x, n, k)
+
+
+def _linear(described: native.Weight, x: Tensor, n: int, k: int) -> Tensor:
+    rows = x.reshape(-1, k) if k else x.new_empty(x.shape[:-1].numel(), 0)
+    if rows.dtype not in native.DTYPES:
+        return _linear(described, rows.float(), n, k).to(x.dtype).view(*x.shape[:-1], n)
+    if rows.stride(-1) != 1 and k > 1:
+        rows = rows.contiguous()
+    m = rows.shape[0]
+    y = rows.new_empty(m, n)
+    dtype = native.DTYPES[rows.dtype]
+    failed = native.library().hfa_linear(
+        ctypes.byref(described),
+        rows.data_ptr(),
+        dtype,
+        rows.stride(0),
+        m,
+        y.data_ptr(),
+        dtype,
+        n,
+        torch.get_num_threads(),
+    )
+    if failed:
+        raise MemoryError(f"no scratch memory for {m} x {k} activations")
+    return y.view(*x.shape[:-1], n)
+
+
+dispatch.register("qlinear", "reference", priority=0, refusal=lambda call: "")(qlinear_reference)
+dispatch.register("plain_linear", "reference", priority=0, refusal=lambda call: "")(plain_linear_reference)
+
+
+# ---------------------------------------------------------------- torch operators
+
+
+def _qlinear_layout(x: Tensor, weight: Tensor, scale: Tensor, zero, bias, bits, group, act_bits, n, k):
+    layout = Layout(bits, group, zero is None, "fp16" if scale.dtype == torch.float16 else "fp32", act_bits)
+    if x.shape[-1] != k:
+        raise ValueError(f"qlinear: x has {x.shape[-1]} features, the weight takes {k}")
+    if not x.is_floating_point():
+        raise ValueError(f"qlinear: x is {x.dtype}, wanted a float dtype")
+    given = {"weight": weight, "weight_scale": scale} | ({} if zero is None else {"weight_zero": zero})
+    for name, (shape, dtype) in layout.shapes(n, k).items():
+        tensor = given[name]
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"qlinear: {name} is {tensor.dtype} {tuple(tensor.shape)}"
+                f"{'' if tensor.is_contiguous() else ' (not contiguous)'}, {layout} wants {dtype} {shape}"
+            )
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"qlinear: bias is {tuple(bias.shape)}, wanted ({n},)")
+    return layout
+
+
+def _usable_bias(bias: Tensor | None) -> Tensor | None:
+    if bias is None or (bias.dtype in native.DTYPES and bias.is_contiguous()):
+        return bias
+    return bias.float().contiguous()
+
+
+def _qlinear_run(x, weight, scale, zero, bias, bits, group, act_bits, n, k):
+    layout = _qlinear_layout(x, weight, scale, zero, bias, bits, group, act_bits, n, k)
+    backend = dispatch.choose("qlinear", dispatch.Call(x.device.type, x.dtype, layout, None))
+    return backend.function(x, weight, scale, zero, _usable_bias(bias), layout, n, k)
+
+
+def _plain_linear_run(x, weight, bias=None):
+    if weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"plain_linear: x {tuple(x.shape)} times weight {tuple(weight.shape)}")
+    if weight.dtype not in native.PLAIN:
+        raise ValueError(
+            f"plain_linear: weight is {weight.dtype}, known are {', '.join(map(str, native.PLAIN))}"
+        )
+    if bias is not None and bias.shape != (weight.shape[0],):
+        raise ValueError(f"plain_linear: bias is {tuple(bias.shape)}, wanted ({weight.shape[0]},)")
+    backend = dispatch.choose("plain_linear", dispatch.Call(x.device.type, x.dtype, None, None))
+    if weight.stride(1) != 1 and weight.shape[1] > 1:
+        weight = weight.contiguous()
+    return backend.function(x, weight, _usable_bias(bias))
+
+
+_library.impl("qlinear", _qlinear_run, "CPU")
+_library.impl("qlinear", _qlinear_run, "CUDA")
+_library.impl("plain_linear", _plain_linear_run, "CPU")
+_library.impl("plain_linear", _plain_linear_run, "CUDA")
+
+
+@torch.library.register_fake("hfaccel::qlinear", lib=_library)
+def _(x, weight, scale, zero, bias, bits, group, act_bits, n, k):
+    return x.new_empty(*x.shape[:-1], n)
+
+
+@torch.library.register_fake("hfaccel::plain_linear", lib=_library)
+def _(x, weight, bias=None):
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _qlinear_save(ctx, inputs, output):
+    x, weight, scale, zero, bias, ctx.bits, ctx.group, _, ctx.n, ctx.k = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(weight, scale, zero)
+
+
+def _qlinear_backward(ctx, grad):
+    weight, scale, zero = ctx.saved_tensors
+    to_x = to_bias = None
+    if ctx.needs_input_grad[0]:
+        layout = Layout(ctx.bits, ctx.group, zero is None, "fp16" if scale.dtype == torch.float16 else "fp32")
+        w = layouts.dequantize(weight, scale, zero, layout, ctx.n, ctx.k)
+        to_x = (grad.float() @ w if grad.dtype != torch.float64 else grad @ w.double()).to(grad.dtype)
+    if ctx.bias_dtype is not None and ctx.needs_input_grad[4]:
+        to_bias = grad.reshape(-1, ctx.n).sum(0).to(ctx.bias_dtype)
+    return to_x, None, None, None, to_bias, None, None, None, None, None
+
+
+def _plain_save(ctx, inputs, output):
+    x, weight, bias = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(x, weight)
+
+
+def _plain_backward(ctx, grad):
+    x, weight = ctx.saved_tensors
+    n, k = weight.shape
+    to_x = to_weight = to_bias = None
+    if ctx.needs_input_grad[0]:
+        to_x = (grad.float() @ weight.float()).to(x.dtype)
+    if ctx.needs_input_grad[1]:
+        to_weight = (grad.reshape(-1, n).float().t() @ x.reshape(-1, k).float()).to(weight.dtype)
+    if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+        to_bias = grad.reshape(-1, n).sum(0).to(ctx.bias_dtype)
+    return to_x, to_weight, to_bias
+
+
+torch.library.register_autograd(
+    "hfaccel::qlinear", _qlinear_backward, setup_context=_qlinear_save, lib=_library
+)
+torch.library.register_autograd(
+    "hfaccel::plain_linear", _plain_backward, setup_context=_plain_save, lib=_library
+)
