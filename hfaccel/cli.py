@@ -1,0 +1,259 @@
+"""The `hfaccel` command: the same words as the Python API. Exit codes: 0 done, 1 failed, 2 wrong usage."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hfaccel.errors import PatchError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+MODEL_HELP = "A folder, a hub id, a .gguf file, or 'demo' (SmolLM2-135M-Instruct)."
+Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
+Recipe = Annotated[str, typer.Option(help="What to do, e.g. int4, int8+kv8; `hfaccel recipes` lists the steps.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")]
+OffGrid = Annotated[bool, typer.Option(help="With 'demo': its twin whose weights lie on no rounding grid.")]
+
+
+@app.callback()
+def _main() -> None:
+    """Make a Hugging Face model smaller and faster, in place."""
+    level = os.environ.get("HFACCEL_LOG", "warning").upper()
+    logging.basicConfig(format="%(name)s: %(message)s")
+    logging.getLogger("hfaccel").setLevel(level)
+    if level != "DEBUG":
+        from transformers.utils import logging as hf_logging
+
+        hf_logging.set_verbosity_error()
+        hf_logging.disable_progress_bar()
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where the chart goes.")] = Path("demo.png"),
+    windows: Annotated[int, typer.Option(help="Perplexity windows of 1,024 tokens a row (the protocol's 40).")] = 4,
+    recipes: Annotated[str, typer.Option(help="Rows, separated by commas.")] = "fp32,bf16,int8,int4",
+    off_grid: OffGrid = True,
+    as_json: AsJson = False,
+) -> None:
+    """Patch a real model as int8 and int4, generate, and print one measured table and a chart.
+
+    Each row is measured in a process of its own, in this run. Quality is taken on the off-grid twin: the demo model's
+    own weights come from a 4-bit file, and a method that finds their grid looks lossless.
+    """
+    from hfaccel.demo import demo_folder
+    from hfaccel.measure.chart import bars
+    from hfaccel.measure.rows import Spec, measure_apart
+
+    demo_folder(off_grid=off_grid)
+    rows = []
+    for recipe in [name.strip() for name in recipes.split(",")]:
+        _say(f"measuring {recipe} ...")
+        rows.append(measure_apart(Spec("demo", recipe, off_grid=off_grid, windows=windows)))
+    if as_json:
+        return print(json.dumps(rows, indent=1))
+    print(
+        f"SmolLM2-135M-Instruct{', off-grid twin' if off_grid else ''}, {rows[0]['threads']} threads, batch 1, "
+        f"128 tokens in, 64 out; perplexity over {windows} windows of wikitext2_test (the protocol has 40)"
+    )
+    columns = {
+        "recipe": ("recipe", str),
+        "weight_bytes": ("weights MB", lambda v: f"{v / 1e6:.1f}"),
+        "peak_rss_bytes": ("peak RSS MB", lambda v: f"{v / 1e6:.0f}"),
+        "ttft_s": ("TTFT ms", lambda v: f"{v * 1e3:.0f}"),
+        "decode_tokens_s": ("decode tokens/s", lambda v: f"{v:.1f}"),
+        "perplexity": ("perplexity", lambda v: f"{v:.2f}"),
+        "top1_agreement": ("top-1 agreement", lambda v: f"{v:.3f}"),
+    }
+    _print_table(rows, columns)
+    for row in rows:
+        print(f"  {row['recipe']}: {row['text']!r}")
+    for row in rows:
+        row |= {"weight_mb": row["weight_bytes"] / 1e6, "ttft_ms": row["ttft_s"] * 1e3}
+    shown = {
+        "weight_mb": "weights, MB",
+        "ttft_ms": "time to first token, ms",
+        "decode_tokens_s": "decode, tokens/s",
+        "perplexity": f"perplexity, {windows} windows",
+    }
+    print(f"chart: {bars(rows, shown, 'SmolLM2-135M-Instruct, measured in this run', output)}")
+
+
+@app.command()
+def patch(
+    model: Model,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")],
+    recipe: Recipe = "int8",
+    calibration: Annotated[Path | None, typer.Option(help="A text file, for methods that need data.")] = None,
+) -> None:
+    """Patch a model and save it; hfaccel.from_pretrained loads the folder."""
+    import hfaccel
+    from hfaccel.measure.rows import load
+
+    loaded, tokenizer = load(model)
+    start = time.perf_counter()
+    texts = None if calibration is None else [calibration.read_text("utf-8")]
+    hfaccel.patch(loaded, recipe, calibration=texts, tokenizer=tokenizer, keep_original=False)
+    loaded.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    print(hfaccel.report(loaded))
+    print(f"{output}: patched and saved in {time.perf_counter() - start:.1f} s")
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(help="What to continue; with --chat, the user's message.")],
+    recipe: Annotated[str | None, typer.Option(help="Patch first; a folder that hfaccel saved is patched.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    seed: int = 0,
+    chat: Annotated[bool, typer.Option(help="Wrap the prompt in the model's chat template.")] = False,
+) -> None:
+    """Generate text and stream it to the terminal."""
+    import torch
+    from transformers import TextStreamer
+
+    import hfaccel
+    from hfaccel.measure.rows import load
+
+    loaded, tokenizer = load(model)
+    if recipe is not None:
+        hfaccel.patch(loaded, recipe, tokenizer=tokenizer, keep_original=False)
+    torch.manual_seed(seed)
+    if chat:
+        message = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    loaded.generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **sampling)
+
+
+@app.command()
+def recipes(as_json: AsJson = False) -> None:
+    """List the recipe steps, joined with + into a recipe."""
+    from hfaccel.recipe import recipe_table
+
+    rows = [{"step": step, "means": means} for step, means in recipe_table()]
+    if as_json:
+        return print(json.dumps(rows, indent=1))
+    _print_table(rows, {"step": ("step", str), "means": ("means", str)})
+
+
+@app.command()
+def report(
+    model: Model,
+    recipe: Annotated[str | None, typer.Option(help="Patch first.")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Print the native plan's records.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a patch changed: modules, bytes, kernels, what runs what, what was left alone and why."""
+    import hfaccel
+    from hfaccel.measure.rows import load
+
+    loaded, tokenizer = load(model)
+    if recipe is not None:
+        hfaccel.patch(loaded, recipe, tokenizer=tokenizer, keep_original=False)
+    made = hfaccel.report(loaded)
+    print(json.dumps(made.to_dict(), indent=1) if as_json else made)
+    if plan:
+        from hfaccel.runtime.native import executor
+
+        print(executor(loaded).plan)
+
+
+@app.command("eval")
+def evaluate(
+    model: Model,
+    recipe: Annotated[str | None, typer.Option(help="Patch first; quality is then against the unpatched model.")] = None,
+    windows: Annotated[int, typer.Option(min=1, help="Windows of 1,024 tokens.")] = 40,
+    data: Annotated[str, typer.Option(help="wikitext2_test, wikitext2_valid, or a text file.")] = "wikitext2_test",
+    off_grid: OffGrid = True,
+    as_json: AsJson = False,
+) -> None:
+    """Perplexity and, with a recipe, KL and top-1 agreement to the model before."""
+    import hfaccel
+    from hfaccel.measure.corpus import text
+    from hfaccel.measure.perplexity import kl, perplexity
+    from hfaccel.measure.rows import load
+
+    loaded, tokenizer = load(model, off_grid=off_grid)
+    if recipe is None:
+        result = perplexity(loaded, tokenizer, text(data), windows=windows)
+    else:
+        reference, _ = load(model, off_grid=off_grid)
+        hfaccel.patch(loaded, recipe, tokenizer=tokenizer, keep_original=False)
+        result = kl(loaded, reference, tokenizer, text(data), windows=windows)
+    values = vars(result)
+    if as_json:
+        return print(json.dumps({"model": model, "recipe": recipe, "data": data, **values}, indent=1))
+    _print_table(
+        [values],
+        {key: (key.replace("_", " "), lambda v: f"{v:.4f}" if isinstance(v, float) else str(v)) for key in values},
+    )
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Check this machine: compiler, instruction sets, kernels, caches, versions."""
+    from hfaccel.doctor import examine
+
+    rows = examine()
+    if as_json:
+        print(json.dumps(rows, indent=1))
+    else:
+        _print_table(rows, {"what": ("what", str), "found": ("found", str), "state": ("", str)})
+    if any(row["state"] == "wrong" for row in rows):
+        raise typer.Exit(1)
+
+
+def _print_table(rows: list[dict[str, Any]], columns: dict[str, tuple[str, Any]]) -> None:
+    """Rows of dicts as a table: key -> (heading, format); columns that no row has are left out."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    kept = {key: spec for key, spec in columns.items() if any(key in row for row in rows)}
+    for key, (heading, _) in kept.items():
+        number = all(isinstance(row.get(key, 0), int | float) for row in rows)
+        table.add_column(heading, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*(form(row[key]) if row.get(key) is not None else "-" for key, (_, form) in kept.items()))
+    wide = None if sys.stdout.isatty() else 160
+    Console(width=wide, highlight=False).print(table)
+
+
+def _say(message: str) -> None:
+    """Progress on a terminal, nothing in a pipe."""
+    if sys.stderr.isatty():
+        print(message, file=sys.stderr)
+
+
+def main() -> None:
+    """Entry point: user errors are one line and exit code 1."""
+    try:
+        app()
+    except PatchError as error:
+        print(f"hfaccel: {error}", file=sys.stderr)
+        sys.exit(1)
+    except (OSError, ValueError) as error:
+        if os.environ.get("HFACCEL_LOG") == "debug":
+            raise
+        print(f"hfaccel: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
