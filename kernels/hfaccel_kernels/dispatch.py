@@ -1,8 +1,8 @@
 """Which backend runs an op: visible predicates, a priority, one way to force it, one way to ask.
 
-`HFACCEL_BACKEND=auto|reference|native|triton` forces the choice; forcing a backend that cannot serve a call is an
-error that says why. In `auto` the first backend in order of priority whose predicate holds is taken; `reference`,
-plain PyTorch, takes everything.
+`HFACCEL_BACKEND=auto|reference|native|triton` forces the choice; forcing a backend that cannot serve a call is
+an error that says why. In `auto` the first backend in order of priority whose predicate holds is taken;
+`reference`, plain PyTorch, takes everything.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def forced() -> str:
     return name
 
 
-def choose(op: str, call: Call) -> Backend:
-    """The backend that serves this call.
+def choose(op: str, device: str, dtype: torch.dtype, layout: Any = None, m: int | None = None) -> Backend:
+    """The backend that serves such a call; see `Call` for the arguments.
 
     Raises: BackendError if `HFACCEL_BACKEND` names one that cannot.
     """
-    want = forced()
-    for backend in _ops[op]:
+    want, call = forced(), Call(device, dtype, layout, m)
+    for backend in backends(op):
         if want in ("auto", backend.name):
             why_not = backend.refusal(call)
             if not why_not:
@@ -83,9 +83,11 @@ def choose(op: str, call: Call) -> Backend:
     raise BackendError(f"HFACCEL_BACKEND={want}: {op} has no such backend, only {[b.name for b in _ops[op]]}")
 
 
-def explain(op: str, call: Call) -> str:
-    """One line for reports: who serves the call, and why nobody before it did."""
-    want, said = forced(), []
+def explain(
+    op: str, device: str, dtype: torch.dtype = torch.float32, layout: Any = None, m: int | None = None
+) -> str:
+    """One line for reports: who serves such a call, and why nobody before it does."""
+    want, call, said = forced(), Call(device, dtype, layout, m), []
     for backend in backends(op):
         if want not in ("auto", backend.name):
             said.append(f"{backend.name}: not forced")
@@ -96,4 +98,4 @@ def explain(op: str, call: Call) -> str:
                 [f"{op}: {backend.name}" + (f" (HFACCEL_BACKEND={want})" * (want != "auto")), *said]
             )
         said.append(f"{backend.name}: {why_not}")
-    return "; ".join([f"{op}: none", *said])
+    return "; ".join(["none", *said])

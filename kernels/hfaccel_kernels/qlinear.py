@@ -217,7 +217,7 @@ def _usable_bias(bias: Tensor | None) -> Tensor | None:
 
 def _qlinear_run(x, weight, scale, zero, bias, bits, group, act_bits, n, k):
     layout = _qlinear_layout(x, weight, scale, zero, bias, bits, group, act_bits, n, k)
-    backend = dispatch.choose("qlinear", dispatch.Call(x.device.type, x.dtype, layout, None))
+    backend = dispatch.choose("qlinear", x.device.type, x.dtype, layout)
     return backend.function(x, weight, scale, zero, _usable_bias(bias), layout, n, k)
 
 
@@ -230,7 +230,7 @@ def _plain_linear_run(x, weight, bias=None):
         )
     if bias is not None and bias.shape != (weight.shape[0],):
         raise ValueError(f"plain_linear: bias is {tuple(bias.shape)}, wanted ({weight.shape[0]},)")
-    backend = dispatch.choose("plain_linear", dispatch.Call(x.device.type, x.dtype, None, None))
+    backend = dispatch.choose("plain_linear", x.device.type, x.dtype)
     if weight.stride(1) != 1 and weight.shape[1] > 1:
         weight = weight.contiguous()
     return backend.function(x, weight, _usable_bias(bias))
