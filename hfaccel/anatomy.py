@@ -5,8 +5,8 @@ is read through its one row; what its row cannot explain completely (an unknown 
 on, a linear somebody added) is read by structure alone, with `family` and `facts` None.
 
 Groups and feeders. A `Group` is the linears of a block that read one tensor; its `feeder` is the norm or
-linear whose output nobody else reads. So for any positive s, dividing output row r of the feeder (bias too) by
-s[r] and multiplying input column j of every reader by s[rows[j]] changes nothing, where rows is
+linear whose output nobody else reads. So for any positive s, dividing output row r of the feeder (bias too)
+by s[r] and multiplying input column j of every reader by s[rows[j]] changes nothing, where rows is
 `Anatomy.feeder_rows(group)`: this is what AWQ and SmoothQuant fold into. `feeder` is None where that does not
 hold: a residual also reads the tensor, it went through something that is not homogeneous (GELU, clamps), or
 one of the weights has an adapter beside it or is used elsewhere too.
@@ -163,9 +163,9 @@ class Anatomy:
 
 
 def default_sites(anatomy: Anatomy) -> tuple[str, ...]:
-    """What is quantized unless targets say more: the layers' linears, fused experts, and a decoder's head.
+    """What is quantized unless targets say more: the layers' linears, fused experts, a decoder's head.
 
-    Not embeddings, routers, classifier heads, projections around the layers, vision towers. A tied head is in.
+    Not embeddings, routers, classifier heads, projections around the layers, vision towers; a tied head is.
     """
     sites = [name for block in anatomy.blocks for name in block.linears]
     if anatomy.kind == "decoder" and anatomy.head in anatomy.matrices:

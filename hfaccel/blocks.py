@@ -29,8 +29,9 @@ class Block:
         index: its position within its stack.
         stack: "decoder" or "encoder"; name, module: the layer itself.
         attention: name of the self-attention module, or None.
-        roles: role -> name of the linear. Known families have q k v or qkv, o; cross_q cross_k cross_v cross_o;
-            gate up or gate_up, down; fc1 fc2; router, and experts_gate_up, experts_down (3-D parameters).
+        roles: role -> name of the linear. Known families have q k v or qkv, o; cross_q cross_k cross_v
+            cross_o; gate up or gate_up, down; fc1 fc2; router, and the 3-D parameters experts_gate_up,
+            experts_down.
             Unknown ones have "attn.<path>", "mlp.<path>", "router.<path>", "experts.<path>".
         norms: role -> name: attn_in, mlp_in, cross_in feed linears, attn_out and mlp_out follow; q and k.
         mlp: "gated", "plain", "moe", or "" when unknown.

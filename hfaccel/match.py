@@ -29,11 +29,10 @@ def select(
 ) -> list[str]:
     """The `names` that `targets` matches (None: all) and neither ignore list does, in their order.
 
-    `ignore` adds to `builtin_ignore`; an explicit `ignore=()` together with explicit targets switches the built-in
-    list off.
+    `ignore` adds to `builtin_ignore`; an explicit `ignore=()` with explicit targets switches the latter off.
 
-    Raises: NoMatch for a target or ignore pattern that no name matches, and for a target of which the built-in
-        list takes every match; PatchError for a malformed pattern.
+    Raises: NoMatch for a target or ignore pattern that no name matches, for a target of which the built-in
+        list takes every match, and for empty targets; PatchError for a malformed pattern.
     """
     targets, ignore = _listed(targets, "targets"), _listed(ignore, "ignore")
     spared = set(names)
@@ -43,6 +42,8 @@ def select(
         spared -= _known(pattern, names, "ignore")
     if targets is None:
         return [name for name in names if name in spared]
+    if not targets:
+        raise NoMatch("targets=() selects nothing; leave targets out for the default")
     chosen: set[str] = set()
     builtin = _matching(names, builtin_ignore) if ignore != () else set()
     for pattern in targets:

@@ -146,7 +146,7 @@ def tiny(family: str, *, attn: str = "eager", seed: int = 0, auto=None, **overri
 
 @torch.no_grad()
 def randomize(model: nn.Module, seed: int = 0) -> None:
-    """Draw every parameter anew: matrices about 1/sqrt(fan-in), vectors off their neutral value, a wide head."""
+    """Draw every parameter anew: matrices about 1/sqrt(fan-in), vectors off neutral, a wide head."""
     generator = torch.Generator().manual_seed(seed)
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embeddings.weight
