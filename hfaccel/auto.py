@@ -1,0 +1,156 @@
+"""`auto`, what `patch(model)` means: the fastest near-lossless choice, measured on this device.
+
+Candidates are `int8` and the runtime alone; nothing below 8 bits. `int8` is taken if
+
+    mean KL(original || int8) <= 0.005 and its perplexity is at most 0.5 % higher, on text the model knows, and
+    it is not slower than the runtime alone at either M = 1 (decode) or M = 128 (prefill).
+
+The text is a shipped excerpt if a tokenizer is at hand (given, or beside the checkpoint), else what the model itself
+samples. The choice is an ordinary recipe, printed and stored: `patch(model, that)` repeats it without measuring.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfaccel.recipe import PatchConfig
+
+log = logging.getLogger("hfaccel")
+
+KL_LIMIT = 0.005
+PERPLEXITY_LIMIT = 1.005
+WINDOWS, WINDOW_TOKENS = 4, 256
+CANDIDATE = "int8"
+
+
+def choose(model: nn.Module, *, tokenizer: Any = None, progress: bool = True) -> PatchConfig:
+    """The recipe for this model on this device; the model is left as it was."""
+    from hfaccel.patch import original, patch, unpatch
+
+    fallback = PatchConfig()
+    try:
+        patch(model, CANDIDATE, progress=progress)
+    except ValueError as error:
+        log.warning("auto: %s cannot be applied (%s); the runtime alone is used", CANDIDATE, error)
+        return fallback
+    try:
+        calls = _workloads(model)
+        text = _text(model, tokenizer)
+        fast = {name: _seconds(call) for name, call in calls.items()}
+        ours = [] if text is None else [_logits(model, ids) for ids in text]
+        with original(model):
+            theirs = [] if text is None else [_logits(model, ids) for ids in text]
+            slow = {name: _seconds(call) for name, call in calls.items()}
+    finally:
+        unpatch(model)
+    verdict = _quality(text, ours, theirs)
+    slower = [f"{name}: {fast[name] / slow[name]:.2f} x the time" for name in fast if fast[name] > slow[name]]
+    if verdict or slower:
+        log.warning("auto: not %s (%s); the runtime alone is used", CANDIDATE, "; ".join(filter(None, [verdict, *slower])))
+        return fallback
+    gains = ", ".join(f"{name} {slow[name] / fast[name]:.2f} x" for name in fast)
+    log.warning("auto: %s (%s as fast as before)", CANDIDATE, gains)
+    return PatchConfig.from_recipe(CANDIDATE)
+
+
+def _workloads(model: nn.Module) -> dict[str, Callable[[], Any]]:
+    """Name -> one call: decode and prefill through `generate`, or one forward of 8 x 128 where there is none."""
+    vocab = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocab, (1, 128), generator=generator).to(_device(model))
+    if not model.can_generate() or getattr(model.config, "is_encoder_decoder", False):
+        batch = ids.expand(8, -1)
+        extra = {"decoder_input_ids": batch} if getattr(model.config, "is_encoder_decoder", False) else {}
+        return {"forward of 8 x 128": lambda: model(input_ids=batch, **extra)}
+
+    def generate(prompt: torch.Tensor, tokens: int) -> None:
+        pad = model.generation_config.pad_token_id
+        model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            min_new_tokens=tokens,
+            max_new_tokens=tokens,
+            pad_token_id=0 if pad is None else pad,
+        )
+
+    return {"decode": lambda: generate(ids[:, :8], 12), "prefill of 128": lambda: generate(ids, 1)}
+
+
+@torch.no_grad()
+def _seconds(call: Callable[[], Any]) -> float:
+    """Best of three after a warm-up: the machine may be shared, and the best is what the code can do."""
+    call()
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _text(model: nn.Module, tokenizer: Any) -> torch.Tensor | None:
+    """[WINDOWS, WINDOW_TOKENS] ids of text, or None for models that predict no next token."""
+    if not model.can_generate() or getattr(model.config, "is_encoder_decoder", False):
+        return None
+    if tokenizer is None and Path(str(getattr(model, "name_or_path", ""))).is_dir():
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+        except (OSError, ValueError) as error:
+            log.info("auto: no tokenizer beside the checkpoint (%s)", error)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or WINDOW_TOKENS
+    tokens = min(WINDOW_TOKENS, limit)
+    if tokenizer is not None:
+        from hfaccel.measure.corpus import text
+        from hfaccel.measure.perplexity import cut_windows
+
+        excerpt = text("wikitext2_valid")[: 16 * WINDOWS * tokens]
+        return cut_windows(tokenizer, excerpt, windows=WINDOWS, window_tokens=tokens).to(_device(model))
+    return _sampled(model, tokens)
+
+
+@torch.no_grad()
+def _sampled(model: nn.Module, tokens: int) -> torch.Tensor:
+    """What the model itself says: rows drawn at temperature 1, from a generator of their own."""
+    generator = torch.Generator().manual_seed(0)
+    vocab = model.config.get_text_config().vocab_size
+    ids = torch.randint(0, vocab, (WINDOWS, 1), generator=generator).to(_device(model))
+    while ids.shape[1] < min(tokens, 64):
+        chances = model(input_ids=ids, use_cache=False).logits[:, -1].float().softmax(-1).cpu()
+        ids = torch.cat([ids, torch.multinomial(chances, 1, generator=generator).to(ids.device)], 1)
+    return ids
+
+
+@torch.no_grad()
+def _logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids[None], use_cache=False).logits[0].float().cpu()
+
+
+def _quality(text: torch.Tensor | None, ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> str:
+    """Empty if the candidate is near-lossless, else what it missed."""
+    if text is None:
+        return ""
+    kl, nll = 0.0, [0.0, 0.0]
+    for ids, q, p in zip(text.cpu(), ours, theirs, strict=True):
+        log_q, log_p = q[:-1].log_softmax(-1), p[:-1].log_softmax(-1)
+        kl += float((log_p.exp() * (log_p - log_q)).sum(-1).mean()) / len(ours)
+        for i, logs in enumerate((log_q, log_p)):
+            nll[i] -= float(logs.gather(1, ids[1:, None]).mean()) / len(ours)
+    ratio = float(torch.tensor(nll[0] - nll[1]).exp())
+    log.info("auto: %s has KL %.5f, perplexity x %.4f", CANDIDATE, kl, ratio)
+    if kl > KL_LIMIT:
+        return f"KL {kl:.4f} is above {KL_LIMIT}"
+    return f"perplexity rises by {100 * (ratio - 1):.2f} %" if ratio > PERPLEXITY_LIMIT else ""
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
