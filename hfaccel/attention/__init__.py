@@ -1,0 +1,1 @@
+"""Attention: the function that transformers calls, and the transforms that change it."""

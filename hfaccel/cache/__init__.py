@@ -1,0 +1,1 @@
+"""KV caches in pages."""

@@ -1,0 +1,1 @@
+"""`generate` over the runner: the class mixin, and the loop behind it."""

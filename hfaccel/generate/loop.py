@@ -1,0 +1,192 @@
+"""Greedy decoding and sampling over the runner: what transformers' `_sample` does, without padding.
+
+Each row is a sequence of its own real tokens: masked slots are never computed, so padding on either side
+cannot change a row. Processors, stopping criteria, streamers and the random generator see exactly what they
+see in transformers' loop: ids [B, length] with the padding, fp32 scores [B, vocab], one draw per step for
+all rows. Rows that have ended are not computed any more, unless their scores, logits or cache are to be
+returned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from hfaccel.cache.paged import PagedCache
+from hfaccel.cache.pool import Sequence
+from hfaccel.errors import PatchError
+from hfaccel.runtime.runner import Runner
+
+CLAIM_TOKENS = 2048  # new tokens that a row's claim of neighbouring pages looks ahead, at most
+
+
+def rows_of(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The real tokens of each row and their positions, [n_b] each."""
+    batch, length = input_ids.shape
+    if attention_mask is None:
+        keep = None
+        positions = torch.arange(length, device=input_ids.device).expand(batch, -1)
+    else:
+        keep = attention_mask.bool()
+        positions = (keep.long().cumsum(-1) - 1).clamp_min(0)
+    if position_ids is not None:
+        positions = position_ids.expand(batch, -1)
+    if keep is None:
+        return list(input_ids), list(positions)
+    return [i[k] for i, k in zip(input_ids, keep, strict=True)], [
+        p[k] for p, k in zip(positions, keep, strict=True)
+    ]
+
+
+class Rows:
+    """The sequences of one `generate` call: prefilled once per distinct prompt, stepped together."""
+
+    def __init__(self, runner: Runner, limit: int | None):
+        self.runner, self.limit = runner, limit
+        self.sequences: list[Sequence] = []
+        self.positions: torch.Tensor | None = None  # [B] of the next token
+
+    def prefill(self, ids, positions, copies: int, new_tokens: int, chunk_tokens: int | None) -> torch.Tensor:
+        """Run the prompts; each becomes `copies` rows that share its pages. Returns [B * copies, vocab]."""
+        self._check(max(int(p.max()) for p in positions))
+        pool, ahead = self.runner.pool, min(new_tokens, CLAIM_TOKENS)
+        pages = sum(-(-(len(i) + ahead) // pool.page_tokens) for i in ids)
+        pool.reserve(pages + len(ids) * (copies - 1) * -(-ahead // pool.page_tokens))
+        firsts = []
+        for row in ids:
+            firsts.append(self.runner.sequence(expect_tokens=len(row) + ahead))
+            self.sequences.append(firsts[-1])
+        logits = self.runner.prefill(ids, positions, firsts, chunk_tokens=chunk_tokens)
+        if copies > 1:
+            ordered = []
+            for first in firsts:
+                ordered.append(first)
+                for _ in range(copies - 1):
+                    twin = first.fork(expect_tokens=ahead)
+                    self.sequences.append(twin)
+                    ordered.append(twin)
+            self.sequences[:] = ordered
+        last = torch.stack([p[-1] for p in positions]) + 1
+        self.positions = last.repeat_interleave(copies)
+        return logits.repeat_interleave(copies, dim=0)
+
+    def step(self, tokens: torch.Tensor, rows: list[int] | None) -> torch.Tensor:
+        """Append one token to each of the rows (None: all): their logits [len(rows), vocab]."""
+        if rows is None:
+            sequences, positions = self.sequences, self.positions
+            self.positions = self.positions + 1
+        else:
+            index = torch.tensor(rows, device=tokens.device)
+            sequences, tokens = [self.sequences[row] for row in rows], tokens[index]
+            positions = self.positions[index]
+            self.positions[index] += 1
+        if self.limit is not None:
+            self._check(int(positions.max()))
+        count = len(sequences)
+        return self.runner.step(
+            tokens, positions, sequences, [1] * count, torch.arange(count, device=tokens.device)
+        )
+
+    def _check(self, position: int) -> None:
+        if self.limit is not None and position >= self.limit:
+            raise PatchError(
+                f"position {position} lies beyond the model's table of {self.limit} learned positions: "
+                "shorten the prompt or max_new_tokens"
+            )
+
+    def cache(self, length: int, layers: int) -> PagedCache:
+        """The rows as a transformers cache of logical length `length`; they belong to it from now on."""
+        rows, self.sequences = self.sequences, []
+        return PagedCache(
+            self.runner.pool, layers, sequences=rows, pads=[length - row.length for row in rows]
+        )
+
+    def free(self) -> None:
+        while self.sequences:
+            self.sequences.pop().free()
+
+
+def sample(
+    runner: Runner,
+    input_ids: torch.Tensor,
+    *,
+    logits_processor,
+    stopping_criteria,
+    generation_config,
+    streamer=None,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    limit: int | None = None,
+) -> GenerateDecoderOnlyOutput | torch.Tensor:
+    """Generate for input_ids [B, L] (rows repeated `num_return_sequences` times, as `generate` expands them).
+
+    Args:
+        attention_mask: [B, L], zeros are dropped. position_ids: [B or 1, L].
+        limit: size of the model's learned position table, or None.
+    Returns and the other arguments: as transformers' `_sample`.
+    """
+    config = generation_config
+    detailed = config.return_dict_in_generate
+    keep_scores, keep_logits = detailed and config.output_scores, detailed and config.output_logits
+    scores, raw_logits = () if keep_scores else None, () if keep_logits else None
+    ends = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
+    pad = config._pad_token_tensor
+    pad = None if pad is None else pad.to(input_ids.device)
+
+    copies = config.num_return_sequences or 1
+    if input_ids.shape[0] % copies:
+        copies = 1
+    new_tokens = max(0, config.max_length - input_ids.shape[1]) if config.max_length else 0
+    unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)
+    rows = Rows(runner, limit)
+    try:
+        ids, positions = rows_of(input_ids, attention_mask, position_ids)
+        out = rows.prefill(ids[::copies], positions[::copies], copies, new_tokens, config.prefill_chunk_size)
+        logits = out.to(copy=True, dtype=torch.float32, device=input_ids.device)
+        while True:
+            step_scores = logits_processor(input_ids, logits)
+            if keep_scores:
+                scores += (step_scores,)
+            if keep_logits:
+                raw_logits += (logits,)
+            if config.do_sample:
+                probs = torch.softmax(step_scores, dim=-1)
+                tokens = torch.multinomial(probs, num_samples=1).squeeze(1)
+            else:
+                tokens = torch.argmax(step_scores, dim=-1)
+            if ends:
+                tokens = tokens * unfinished + pad * (1 - unfinished)
+            input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
+            unfinished = unfinished & ~stopping_criteria(input_ids, scores)
+            if streamer is not None:
+                streamer.put(tokens.cpu())
+            if not unfinished.any():
+                break
+            alive = None
+            if not detailed and not unfinished.all():
+                alive = unfinished.nonzero().flatten().tolist()
+            out = rows.step(tokens, alive)
+            if alive is None:
+                logits = out.to(copy=True, dtype=torch.float32, device=input_ids.device)
+            else:
+                logits = logits.clone()
+                logits[alive] = out.to(dtype=torch.float32, device=input_ids.device)
+        if streamer is not None:
+            streamer.end()
+        if not detailed:
+            return input_ids
+        layers = runner.model.config.get_text_config(decoder=True).num_hidden_layers
+        names = {field.name for field in fields(GenerateDecoderOnlyOutput)}
+        cache = rows.cache(input_ids.shape[1] - 1, layers)
+        return GenerateDecoderOnlyOutput(
+            sequences=input_ids,
+            scores=scores,
+            logits=raw_logits,
+            **{"cache" if "cache" in names else "past_key_values": cache},
+        )
+    finally:
+        rows.free()

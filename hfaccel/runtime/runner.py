@@ -1,0 +1,240 @@
+"""The step that generate, speculation and the server share: packed tokens of many sequences in, logits out.
+
+A step appends `counts[b]` tokens to each sequence and returns the logits of the rows asked for. Prefill,
+chunked prefill, decode, verification and a mixed batch are all this one call; `prefill` only cuts prompts
+into steps of bounded size. Sequences live in a page pool; executors (`EXECUTORS`) do the arithmetic and know
+nothing of them: they get plain tensors, so that one may be C++.
+
+Lengths are the truth: after an exception every sequence has the length it had before the step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from hfaccel.cache.pool import PagePool, Sequence
+from hfaccel.errors import PatchError
+from hfaccel.runtime import Unsupported
+
+log = logging.getLogger("hfaccel")
+
+CHUNK_TOKENS = 512  # a prefill step: large enough for the matrix products, small enough to bound activations
+
+# name -> (where its factory `(model) -> executor` is, on which devices `auto` tries it); the order is the
+# choice
+EXECUTORS = {
+    "graphs": ("hfaccel.runtime.graphs:Graphs", {"cuda"}),
+    "native": ("hfaccel.runtime.native:executor", {"cpu"}),
+    "modules": ("hfaccel.runtime.modules:Modules", {"cpu", "cuda", "mps", "xpu"}),
+}
+
+
+class Executor(Protocol):
+    """What runs a step. A factory that cannot serve a model raises `Unsupported` with the reason."""
+
+    name: str
+
+    def step(
+        self,
+        pool: PagePool,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        block_tables: torch.Tensor,
+        q_starts: torch.Tensor,
+        lengths: torch.Tensor,
+        rows: torch.Tensor,
+        *,
+        hidden: bool = False,
+    ) -> torch.Tensor:
+        """See `modules.Modules.step`, the specification."""
+
+
+def strict() -> bool:
+    return os.environ.get("HFACCEL_STRICT", "") not in ("", "0")
+
+
+def choose(model: nn.Module) -> tuple[Executor, dict[str, str]]:
+    """The executor for this model on its device, and why each one before it was passed over.
+
+    Raises: PatchError when the one that HFACCEL_EXECUTOR names does not serve the model, when none does, or,
+    under HFACCEL_STRICT=1, when the first choice does not.
+    """
+    asked = os.environ.get("HFACCEL_EXECUTOR", "auto") or "auto"
+    if asked != "auto" and asked not in EXECUTORS:
+        raise PatchError(f"HFACCEL_EXECUTOR={asked!r}; known are auto, {', '.join(EXECUTORS)}")
+    skipped: dict[str, str] = {}
+    for name, (place, devices) in EXECUTORS.items():
+        module, factory = place.split(":")
+        if asked not in ("auto", name):
+            continue
+        if asked == "auto" and (model.device.type not in devices or find_spec(module) is None):
+            continue
+        try:
+            if skipped and strict():
+                break
+            return getattr(import_module(module), factory)(model), skipped
+        except Unsupported as why:
+            skipped[name] = str(why)
+    reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items())
+    raise PatchError(f"no executor serves {type(model).__name__} ({reasons or f'device {model.device}'})")
+
+
+def fingerprint(model: nn.Module) -> int:
+    """A number that changes when a module is replaced, a tensor moved or re-typed, an adapter or hook
+    changed."""
+    parts: list = [model.config._attn_implementation]
+    for module in model.modules():
+        parts += (id(module), type(module), len(module._forward_hooks), len(module._forward_pre_hooks))
+        for tensors in (module._parameters, module._buffers):
+            parts += [(name, x.data_ptr(), x.dtype, x.shape) for name, x in tensors.items() if x is not None]
+        parts.append(
+            str(getattr(module, "_active_adapter", "")) + str(getattr(module, "_disable_adapters", ""))
+        )
+        parts.append(getattr(module, "weights_version", None))
+    return hash(tuple(parts))
+
+
+class Runner:
+    """Steps of one model over one pool of pages. Thread-safe: a step holds the lock, sequences interleave.
+
+    Args:
+        kv_bits, page_tokens, budget_pages: as `PagePool` takes them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        kv_bits: int | None = None,
+        page_tokens: int = 16,
+        budget_pages: int | None = None,
+    ):
+        self.model = model
+        self.lock = threading.RLock()
+        self.pool = PagePool(page_tokens=page_tokens, bits=kv_bits, budget_pages=budget_pages)
+        self.executor: Executor | None = None
+        self.skipped: dict[str, str] = {}
+        self._fingerprint: int | None = None
+        self._asked: str | None = None
+        self.steps = 0
+
+    def refresh(self) -> Executor:
+        """The executor, rebuilt if the model is no longer what it was built for; call once per request."""
+        with self.lock:
+            now, asked = fingerprint(self.model), os.environ.get("HFACCEL_EXECUTOR", "auto")
+            if self.executor is None or now != self._fingerprint or asked != self._asked:
+                self.executor = None
+                self.executor, self.skipped = choose(self.model)
+                self._fingerprint, self._asked = now, asked
+            return self.executor
+
+    def sequence(self, *, expect_tokens: int = 0) -> Sequence:
+        """An empty sequence; whoever asks for it calls `free`."""
+        return Sequence(self.pool, expect_tokens=expect_tokens)
+
+    @torch.no_grad()
+    def step(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        sequences: list[Sequence],
+        counts: list[int],
+        rows: torch.Tensor,
+        *,
+        hidden: bool = False,
+    ) -> torch.Tensor:
+        """Append tokens to sequences and run the model on them.
+
+        Args:
+            ids, positions: [T] int64, sequence after sequence; positions are what rotary or learned position
+                embeddings see.
+            counts: new tokens of each sequence; their sum is T.
+            rows: [R] int64, indices into the T tokens.
+            hidden: last hidden states instead of logits.
+        Returns: [R, vocab] or [R, hidden size].
+        Raises: PatchError without free pages; whatever the model raises, with all sequences as before.
+        """
+        with self.lock:
+            executor = self.executor or self.refresh()
+            before = [s.length for s in sequences]
+            try:
+                for sequence, count in zip(sequences, counts, strict=True):
+                    sequence.extend(count)
+                tensors = self._tensors(sequences, counts)
+                self.steps += 1
+                return executor.step(self.pool, ids, positions, *tensors, rows, hidden=hidden)
+            except BaseException:
+                for sequence, length in zip(sequences, before, strict=True):
+                    sequence.rollback(max(0, sequence.length - length))
+                raise
+
+    def _tensors(self, sequences: list[Sequence], counts: list[int]) -> tuple[torch.Tensor, ...]:
+        """block_tables [B, max_blocks], q_starts [B + 1], lengths [B], all int32 on the model's device."""
+        blocks = max((len(s.pages) for s in sequences), default=1)
+        tables = np.full((len(sequences), max(1, blocks)), -1, np.int32)
+        for row, sequence in zip(tables, sequences, strict=True):
+            used = len(sequence.pages)
+            row[:used] = sequence.table[:used]
+        starts = np.zeros(len(sequences) + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        lengths = np.fromiter((s.length for s in sequences), np.int32, len(sequences))
+        found = [torch.from_numpy(x) for x in (tables, starts, lengths)]
+        device = self.model.device
+        return tuple(found if device.type == "cpu" else [x.to(device) for x in found])
+
+    def prefill(
+        self,
+        ids: list[torch.Tensor],
+        positions: list[torch.Tensor],
+        sequences: list[Sequence],
+        *,
+        chunk_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """Run prompts through steps of at most `chunk_tokens` tokens: [B, vocab] logits of their last tokens.
+
+        Args:
+            ids, positions: [n_b] int64 each, n_b >= 1, appended to sequences[b].
+        """
+        chunk_tokens = chunk_tokens or CHUNK_TOKENS
+        executor = self.refresh()
+        whole = getattr(executor, "whole_prompts", False)
+        done = [0] * len(ids)
+        logits: list[torch.Tensor | None] = [None] * len(ids)
+        first = 0
+        while first < len(ids):
+            left, batch = chunk_tokens, []
+            for b in range(first, len(ids)):
+                count = len(ids[b]) - done[b]
+                if not whole:
+                    count = min(count, left)
+                elif batch and count > left:
+                    break
+                batch.append((b, done[b], count))
+                done[b] += count
+                left -= count
+                if left <= 0:
+                    break
+            counts = [count for _, _, count in batch]
+            ends = [sum(counts[: i + 1]) - 1 for i in range(len(counts))]
+            last = [(end, b) for end, (b, _, _) in zip(ends, batch, strict=True) if done[b] == len(ids[b])]
+            device = ids[0].device
+            out = self.step(
+                torch.cat([ids[b][at : at + count] for b, at, count in batch]),
+                torch.cat([positions[b][at : at + count] for b, at, count in batch]),
+                [sequences[b] for b, _, _ in batch],
+                counts,
+                torch.tensor([end for end, _ in last], dtype=torch.long, device=device),
+            )
+            for (_, b), row in zip(last, out, strict=False):
+                logits[b] = row
+            first = next((b for b in range(first, len(ids)) if done[b] < len(ids[b])), len(ids))
+        return torch.stack(logits)
