@@ -1,0 +1,372 @@
+"""y = x @ W^T + bias with W packed as `layouts` says: weights stay packed in memory, activations stay as they are.
+
+W[n, k] = s[n, g] * (u[n, k] - z[n, g]) with u the unsigned code, z the zero point (2^(bits-1) when symmetric) and
+g the group of k. Codes are read as 32-bit words: word (step, line, r) of a 16-row block holds codes of row r, so that
+16 neighbouring words are 64 contiguous bytes and a thread loads 16 bytes at a time. Both kernels walk the padded K
+axis of the layout, step by step; `_k_of` says which element of x belongs to a place on it.
+
+    M <= 4   `_gemv`: fp32 FMAs; a program has the 16 rows of one block and all of K, or a part of K when there are
+             too few blocks to fill a GPU. A code is moved into the top mantissa bits of 2^bits, which makes it the
+             float 2^bits + u without a conversion; 2^bits + z is taken off once a group, with the sum of x.
+    M > 4    `_gemm`: tensor cores. With one group a row, u - z is exact in bf16, fp16 and tf32, and the scale is
+             applied to the sums; with smaller groups s * (u - z) is rounded to x's dtype. fp32 x takes three tf32
+             products (error about 1e-6). M <= 16 splits K as `_gemv` does.
+Sums are fp32. The parts of a split K go to a workspace and `_combine` adds them in order: no atomics, so that one
+shape always gives the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .layouts import ROWS, Layout
+from .triton_support import Config, interpreting
+
+FILL = 128  # programs wanted before K is split: about one for each multiprocessor of a large GPU
+GEMV_ROWS = (1, 2, 4)
+
+# By bits; tile: steps of K. 64 steps of 16 words are one 16-byte load for each of 256 threads. What bounds the others
+# is that their scales stay fewer than threads: Triton then loads them in the layout of the words, where more would go
+# through shared memory and two barriers.
+GEMV = {
+    8: Config((128,), 8, 4),
+    4: Config((64,), 8, 5),
+    3: Config((16,), 8, 5),
+    2: Config((32,), 8, 5),
+}
+# tile: rows of x, rows of W, K; by the largest M they serve.
+GEMM = {
+    "half": (
+        (16, Config((16, 64, 128), 4, 4)),
+        (32, Config((32, 64, 64), 4, 4)),
+        (64, Config((64, 128, 64), 4, 3)),
+        (None, Config((128, 128, 64), 8, 3)),
+    ),
+    "fp32": (
+        (16, Config((16, 64, 64), 4, 3)),
+        (None, Config((64, 64, 32), 4, 3)),
+    ),
+}
+_DOT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+COMBINE = Config((512,), 4, 1)
+
+
+@triton.jit
+def _k_of(place, K_STEP: tl.constexpr, GROUP: tl.constexpr, GROUP_STEPS: tl.constexpr, GAPS: tl.constexpr, k):
+    """Places on the padded K axis -> (elements of x, whether they exist)."""
+    if GAPS:
+        group = place // (GROUP_STEPS * K_STEP)
+        inside = place - group * (GROUP_STEPS * K_STEP)
+        at = group * GROUP + inside
+        return at, (inside < GROUP) & (at < k)
+    else:
+        return place, place < k
+
+
+@triton.jit
+def _words(base, first, last, COUNT: tl.constexpr, BITS: tl.constexpr):
+    """Words of COUNT steps from step `first` on, 0 from `last` on: [..., COUNT * 16], of 3 bits three of them.
+
+    base: pointers [..., 1] or a pointer, at step 0.
+    """
+    i = tl.arange(0, COUNT * 16)
+    good = first * 16 + i < last * 16
+    if BITS == 3:
+        at = (first * 48) + (i // 16) * 48 + i % 16
+        w0 = tl.load(base + at, mask=good, other=0)
+        w1 = tl.load(base + at + 16, mask=good, other=0)
+        w2 = tl.load(base + at + 32, mask=good, other=0)
+        return w0, w1, w2
+    else:
+        w0 = tl.load(base + first * 16 + i, mask=good, other=0)
+        if BITS == 8:
+            w0 = w0 ^ -2139062144  # 0x80 in each byte: signed to unsigned codes
+        return w0, w0, w0
+
+
+@triton.jit
+def _bits_of(w0, w1, w2, BITS: tl.constexpr, TOP: tl.constexpr):
+    """Words [..., 1] -> the codes in them [..., codes a step], in bits TOP - BITS .. TOP - 1 of a clean int32."""
+    CODES: tl.constexpr = 32 // BITS if BITS != 3 else 32
+    e = tl.arange(0, CODES)
+    i = e % 4
+    q = e // 4
+    LOW: tl.constexpr = TOP - BITS
+    if BITS == 3:
+        to = 8 * i + 2 * (q % 4) - LOW
+        word = tl.where(q < 4, w0, w1)
+        low = ((word >> tl.maximum(to, 0)) << tl.maximum(-to, 0)) & (3 << LOW)
+        to = 8 * i + q - (LOW + 2)
+        return low | (((w2 >> tl.maximum(to, 0)) << tl.maximum(-to, 0)) & (4 << LOW))
+    else:
+        to = 8 * i + (BITS % 8) * q - LOW
+        return ((w0 >> tl.maximum(to, 0)) << tl.maximum(-to, 0)) & (((1 << BITS) - 1) << LOW)
+
+
+@triton.jit(do_not_specialize=["m", "steps", "part_steps"])
+def _gemv(
+    x, weight, scale, zero, bias, out,
+    m, n, k, blocks, groups, steps, part_steps, stride_x, stride_w, stride_out, stride_part,
+    BITS: tl.constexpr, K_STEP: tl.constexpr, GROUP: tl.constexpr, GROUP_STEPS: tl.constexpr, UNIT: tl.constexpr,
+    GAPS: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, PART: tl.constexpr,
+    M: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """m <= M rows of x times the 16 rows of one block. GROUP 0: one group a row. UNIT: steps that share a group.
+
+    x [m, k]; weight int32 [blocks, words]; scale, zero [blocks, groups, 16]; out [m, n], or with PART fp32
+    [parts, m, blocks * 16].
+    """
+    UNITS: tl.constexpr = STEPS // UNIT
+    block = tl.program_id(0)
+    first = tl.program_id(1) * part_steps
+    last = tl.minimum(first + part_steps, steps)
+    lane = tl.arange(0, 16)
+    rows = tl.arange(0, M)[:, None].to(tl.int64)
+    kept = rows < m
+    side = block.to(tl.int64) * groups * 16 + lane[None, :]  # of scales and zeros
+    total = tl.zeros((M, UNITS, UNIT, 16), tl.float32)
+    x_total = tl.zeros((M, UNITS, UNIT, 1), tl.float32)
+    for at in tl.range(first, last, STEPS, num_stages=STAGES):
+        # The words are loaded last: Triton then gives the products their layout, and reshapes cost nothing.
+        place = at * K_STEP + tl.arange(0, STEPS * K_STEP)
+        element, good = _k_of(place, K_STEP, GROUP, GROUP_STEPS, GAPS, k)
+        good = good & (place < last * K_STEP)
+        xs = tl.load(x + rows * stride_x + element[None, :], mask=kept & good[None, :], other=0.0)
+        if GROUP != 0:
+            group = (at // UNIT + tl.arange(0, UNITS)) // (GROUP_STEPS // UNIT)
+            sides = side + group[:, None] * 16
+            live = (group < groups)[:, None]
+            s = tl.reshape(tl.load(scale + sides, mask=live, other=0.0), (1, UNITS, 1, 16)).to(tl.float32)
+            if HAS_ZERO:
+                z = tl.reshape(tl.load(zero + sides, mask=live, other=0), (1, UNITS, 1, 16)).to(tl.float32)
+                z += 1 << BITS
+            else:
+                z = (1 << BITS) + (1 << (BITS - 1))
+        w0, w1, w2 = _words(weight + block.to(tl.int64) * stride_w, at, last, STEPS, BITS)
+        w0 = tl.reshape(w0, (1, UNITS, UNIT, 16, 1))
+        w1 = tl.reshape(w1, (1, UNITS, UNIT, 16, 1))
+        w2 = tl.reshape(w2, (1, UNITS, UNIT, 16, 1))
+        xs = tl.reshape(xs, (M, UNITS, UNIT, 1, K_STEP)).to(tl.float32)
+        lifted = (_bits_of(w0, w1, w2, BITS, 23) | ((127 + BITS) << 23)).to(tl.float32, bitcast=True)
+        part = tl.sum(lifted * xs, axis=4)
+        x_part = tl.sum(xs, axis=4)
+        if GROUP == 0:
+            total += part
+            x_total += x_part
+        else:
+            total += s * (part - z * x_part)
+    y = tl.sum(tl.reshape(total, (M, STEPS, 16)), axis=1)  # [M, 16]
+    if GROUP == 0:
+        if HAS_ZERO:
+            z = tl.load(zero + side).to(tl.float32) + (1 << BITS)
+        else:
+            z = (1 << BITS) + (1 << (BITS - 1))
+        x_sum = tl.sum(tl.reshape(x_total, (M, STEPS)), axis=1)
+        y = tl.load(scale + side).to(tl.float32) * (y - z * x_sum[:, None])
+    column = block * 16 + lane[None, :]
+    if PART:
+        tl.store(out + tl.program_id(1).to(tl.int64) * stride_part + rows * stride_out + column, y, mask=kept)
+    else:
+        if HAS_BIAS:
+            y += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)
+        tl.store(out + rows * stride_out + column, y.to(out.dtype.element_ty), mask=kept & (column < n))
+
+
+@triton.jit(do_not_specialize=["m", "steps", "part_steps"])
+def _gemm(
+    x, weight, scale, zero, bias, out,
+    m, n, k, blocks, groups, steps, part_steps, stride_x, stride_w, stride_out, stride_part,
+    BITS: tl.constexpr, K_STEP: tl.constexpr, GROUP: tl.constexpr, GROUP_STEPS: tl.constexpr, UNIT: tl.constexpr,
+    GAPS: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, PART: tl.constexpr, DOT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One [BM, BN] tile of out, for one part of K. Arguments as `_gemv`; DOT is the dtype of the operands."""
+    BLOCKS: tl.constexpr = BN // 16
+    STEPS: tl.constexpr = BK // K_STEP
+    UNITS: tl.constexpr = STEPS // UNIT
+    TALL: tl.constexpr = 8  # tiles of x that go together over the same weights, for the L2 cache
+    # Tiles in the order of columns of at most TALL row tiles.
+    tiles_m = tl.cdiv(m, BM)
+    tiles_n = tl.cdiv(blocks, BLOCKS)
+    column = tl.program_id(0) // (TALL * tiles_n)
+    tall = tl.minimum(tiles_m - column * TALL, TALL)
+    inside = tl.program_id(0) % (TALL * tiles_n)
+    tile_m = column * TALL + inside % tall
+    tile_n = inside // tall
+
+    first = tl.program_id(1) * part_steps
+    last = tl.minimum(first + part_steps, steps)
+    rows = tile_m * BM + tl.arange(0, BM)
+    block = tile_n * BLOCKS + tl.arange(0, BLOCKS)
+    lane = tl.arange(0, 16)
+    x_rows = x + rows.to(tl.int64)[:, None] * stride_x
+    w_blocks = weight + tl.minimum(block, blocks - 1).to(tl.int64)[:, None] * stride_w
+    side = tl.minimum(block, blocks - 1).to(tl.int64)[:, None, None] * groups * 16 + lane[None, None, :]
+    if not HAS_ZERO:
+        z = tl.full((1, 1, 1, 1, 1), 1 << (BITS - 1), tl.float32)
+    elif GROUP == 0:
+        z = tl.reshape(tl.load(zero + side).to(tl.float32), (BLOCKS, 1, 1, 16, 1))
+    acc = tl.zeros((BM, BN), tl.float32)
+    for at in tl.range(first, last, STEPS, num_stages=STAGES):
+        place = at * K_STEP + tl.arange(0, BK)
+        element, good = _k_of(place, K_STEP, GROUP, GROUP_STEPS, GAPS, k)
+        good = good & (place < last * K_STEP)
+        xs = tl.load(x_rows + element[None, :], mask=(rows < m)[:, None] & good[None, :], other=0.0)
+        if GROUP != 0:
+            group = (at // UNIT + tl.arange(0, UNITS)) // (GROUP_STEPS // UNIT)
+            sides = side + group[None, :, None] * 16
+            live = (group < groups)[None, :, None]
+            s = tl.load(scale + sides, mask=live, other=0.0).to(tl.float32)
+            s = tl.reshape(s, (BLOCKS, UNITS, 1, 16, 1))
+            if HAS_ZERO:
+                zs = tl.load(zero + sides, mask=live, other=0).to(tl.float32)
+                z = tl.reshape(zs, (BLOCKS, UNITS, 1, 16, 1))
+        w0, w1, w2 = _words(w_blocks, at, last, STEPS, BITS)
+        w0 = tl.reshape(w0, (BLOCKS, UNITS, UNIT, 16, 1))
+        w1 = tl.reshape(w1, (BLOCKS, UNITS, UNIT, 16, 1))
+        w2 = tl.reshape(w2, (BLOCKS, UNITS, UNIT, 16, 1))
+        # 2^23 + u is the float whose mantissa is u: its difference to 2^23 + z is exact.
+        w = (_bits_of(w0, w1, w2, BITS, BITS) | 0x4B000000).to(tl.float32, bitcast=True) - (z + 8388608.0)
+        if GROUP != 0:
+            w = w * s
+        w = tl.reshape(w.to(DOT), (BLOCKS, STEPS, 16, K_STEP))
+        w = tl.reshape(tl.permute(w, (1, 3, 0, 2)), (BK, BN))
+        acc = tl.dot(xs.to(DOT), w, acc, input_precision="tf32x3" if DOT == tl.float32 else None)
+    column = tile_n * BN + tl.arange(0, BN)
+    if GROUP == 0:
+        s = tl.load(scale + column, mask=column < blocks * 16, other=0.0)
+        acc = acc * s.to(tl.float32)[None, :]
+    here = (rows < m)[:, None] & (column < n)[None, :]
+    at = rows.to(tl.int64)[:, None] * stride_out + column[None, :]
+    if PART:
+        tl.store(out + tl.program_id(1).to(tl.int64) * stride_part + at, acc, mask=here)
+    else:
+        if HAS_BIAS:
+            acc += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _combine(
+    parts,
+    bias,
+    out,
+    n,
+    count,
+    stride_part,
+    stride_row,
+    stride_out,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out[m] = sum of parts[:, m], in order, + bias. parts fp32 [count, M, padded n]."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(1).to(tl.int64)
+    here = column < n
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in range(count):
+        total += tl.load(
+            parts + part.to(tl.int64) * stride_part + row * stride_row + column, mask=here, other=0.0
+        )
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=here, other=0.0).to(tl.float32)
+    tl.store(out + row * stride_out + column, total.to(out.dtype.element_ty), mask=here)
+
+
+def _gemm_config(m: int, dtype: torch.dtype) -> Config:
+    table = GEMM["fp32" if dtype == torch.float32 else "half"]
+    return next(config for most, config in table if most is None or m <= most)
+
+
+def _parts(steps: int, tile_steps: int, tiles: int) -> tuple[int, int]:
+    """(parts of K, steps a part): enough parts to have FILL programs, each at least two tiles long."""
+    turns = -(-steps // tile_steps)
+    parts = max(1, min(-(-FILL // tiles), turns // 2))
+    each = -(-turns // parts) * tile_steps
+    return -(-steps // each), each
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    layout: Layout,
+    n: int,
+) -> torch.Tensor:
+    """x @ W^T + bias for a packed W.
+
+    Args:
+        x: [..., K] bf16, fp16 or fp32.
+        weight, scale, zero: as `layout.shapes(n, K)` says; zero None when symmetric.
+        bias: [n] or None.
+    Returns: [..., n], dtype of x; sums in fp32.
+    Raises: ValueError when a stored tensor is not of the layout's shape.
+    """
+    k = x.shape[-1]
+    for name, tensor in (("weight", weight), ("weight_scale", scale), ("weight_zero", zero)):
+        want = layout.shapes(n, k).get(name, (None,))[0]
+        if (None if tensor is None else tuple(tensor.shape)) != want:
+            raise ValueError(
+                f"{name} is {None if tensor is None else tuple(tensor.shape)}, the layout says {want}"
+            )
+    rows = x.reshape(-1, k)
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    m = rows.shape[0]
+    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    if m:
+        _launch(rows, weight.view(torch.int32), scale, zero, bias, layout, out)
+    return out.view(*x.shape[:-1], n)
+
+
+def _launch(x, weight, scale, zero, bias, layout, out):
+    (m, k), n, blocks = x.shape, out.shape[1], weight.shape[0]
+    steps = layout.padded_k(k) // layout.k_step
+    group = 0 if layout.groups(k) == 1 else layout.group
+    group_steps = -(-group // layout.k_step)
+    small = m <= GEMV_ROWS[-1]
+    if small:
+        config = GEMV[layout.bits]
+        (tile_steps,) = config.tile
+        tiles = blocks
+    else:
+        config = _gemm_config(m, x.dtype)
+        bm, bn, bk = config.tile
+        tile_steps = bk // layout.k_step
+        tiles = -(-m // bm) * -(-blocks * ROWS // bn)
+    parts, part_steps = (1, steps) if m > 16 else _parts(steps, tile_steps, tiles)
+    split = parts > 1
+    to = torch.empty(parts, m, blocks * ROWS, dtype=torch.float32, device=x.device) if split else out
+    constants = {
+        "BITS": layout.bits,
+        "K_STEP": layout.k_step,
+        "GROUP": group,
+        "GROUP_STEPS": group_steps,
+        "UNIT": min(group_steps & -group_steps, tile_steps) if group else tile_steps,
+        "GAPS": bool(group % layout.k_step),
+        "HAS_ZERO": zero is not None,
+        "HAS_BIAS": bias is not None and not split,
+        "PART": split,
+        "STAGES": config.num_stages,
+        "num_warps": config.num_warps,
+        "enable_fp_fusion": True,
+    }
+    tensors = (x, weight, scale, zero, None if split else bias, to)
+    strides = (x.stride(0), weight.stride(0), to.stride(-2), to.stride(0) if split else 0)
+    sizes = (m, n, k, blocks, layout.groups(k), steps, part_steps)
+    if small:
+        rows = next(rows for rows in GEMV_ROWS if m <= rows)
+        _gemv[(blocks, parts)](*tensors, *sizes, *strides, M=rows, STEPS=tile_steps, **constants)
+    else:
+        dot = tl.float32 if interpreting() else _DOT[x.dtype]
+        _gemm[(tiles, parts)](*tensors, *sizes, *strides, BM=bm, BN=bn, BK=bk, DOT=dot, **constants)
+    if split:
+        (block,) = COMBINE.tile
+        _combine[(-(-n // block), m)](
+            to, bias, out, n, parts, to.stride(0), to.stride(1), out.stride(0),
+            HAS_BIAS=bias is not None, BLOCK=block, num_warps=COMBINE.num_warps, enable_fp_fusion=True,
+        )  # fmt: skip
