@@ -1,0 +1,107 @@
+#pragma once
+
+#include <immintrin.h>
+
+// Two registers a value. Codes below 8 bits go through vpmaddubsw: 2 * 15 * 127 fits its int16. 8-bit codes would not,
+// they are multiplied as int16 (vpmaddwd).
+
+namespace hfa {
+
+struct Vf { __m256 a, b; };
+struct Vi { __m256i a, b; };
+struct Vb { __m256i a, b; };
+
+constexpr int kTileTokens = 2;
+constexpr int kCode8Zero = 0;  // codes8 leaves them signed
+
+static inline Vf splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+static inline Vf load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+static inline void store(float* p, Vf x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
+static inline Vf operator+(Vf x, Vf y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+static inline Vf operator-(Vf x, Vf y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+static inline Vf operator*(Vf x, Vf y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+static inline Vf operator/(Vf x, Vf y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+static inline Vf max(Vf x, Vf y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+static inline Vf min(Vf x, Vf y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+static inline Vf fma(Vf x, Vf y, Vf z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+static inline __m128i load128(const void* p) { return _mm_loadu_si128((const __m128i*)p); }
+static inline __m256 bf16_8(const uint16_t* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load128(p)), 16));
+}
+static inline Vf load_bf16(const uint16_t* p) { return {bf16_8(p), bf16_8(p + 8)}; }
+static inline Vf load_f16(const uint16_t* p) { return {_mm256_cvtph_ps(load128(p)), _mm256_cvtph_ps(load128(p + 8))}; }
+static inline __m256i round_bf16(__m256 x) {
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    // NaN stays one: its rounding would carry into infinity
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    return _mm256_srli_epi32(_mm256_blendv_epi8(up, quiet, nan), 16);
+}
+static inline void store_bf16(uint16_t* p, Vf x) {
+    const __m256i both = _mm256_packus_epi32(round_bf16(x.a), round_bf16(x.b));
+    _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(both, 0xd8));
+}
+static inline void store_f16(uint16_t* p, Vf x) {
+    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT));
+}
+
+static inline __m256i load256(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+static inline Vi splat_i(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+static inline Vi load_i(const int32_t* p) { return {load256(p), load256(p + 8)}; }
+static inline Vi load_u8(const uint8_t* p) {
+    const __m128i all = load128(p);
+    return {_mm256_cvtepu8_epi32(all), _mm256_cvtepu8_epi32(_mm_srli_si128(all, 8))};
+}
+static inline void store_i(int32_t* p, Vi x) {
+    _mm256_storeu_si256((__m256i*)p, x.a);
+    _mm256_storeu_si256((__m256i*)(p + 8), x.b);
+}
+static inline void store_i8(int8_t* p, Vi x) {
+    const __m256i half = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
+    _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1)));
+}
+static inline Vi operator+(Vi x, Vi y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+static inline Vi operator-(Vi x, Vi y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+static inline Vi operator*(Vi x, Vi y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
+static inline Vi operator&(Vi x, Vi y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+template <int S> static inline Vi shift_left(Vi x) { return {_mm256_slli_epi32(x.a, S), _mm256_slli_epi32(x.b, S)}; }
+template <int S> static inline Vi shift_right(Vi x) { return {_mm256_srai_epi32(x.a, S), _mm256_srai_epi32(x.b, S)}; }
+static inline Vi max(Vi x, Vi y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
+static inline Vi min(Vi x, Vi y) { return {_mm256_min_epi32(x.a, y.a), _mm256_min_epi32(x.b, y.b)}; }
+static inline Vf to_float(Vi x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+static inline Vi round_even(Vf x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+static inline Vi bits(Vf x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
+static inline Vf from_bits(Vi x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+
+static inline Vb load_line(const uint8_t* p) { return {load256(p), load256(p + 32)}; }
+static inline Vb splat_b(uint8_t x) { return {_mm256_set1_epi8((char)x), _mm256_set1_epi8((char)x)}; }
+static inline Vb operator&(Vb x, Vb y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+static inline Vb operator|(Vb x, Vb y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+template <int S> static inline Vb shr(Vb x) { return {_mm256_srli_epi16(x.a, S), _mm256_srli_epi16(x.b, S)}; }
+template <int S> static inline Vb shl(Vb x) { return {_mm256_slli_epi16(x.a, S), _mm256_slli_epi16(x.b, S)}; }
+static inline Vb codes8(Vb x) { return x; }
+static inline __m256i quad256(const int8_t* quad) {
+    int32_t q;
+    memcpy(&q, quad, 4);
+    return _mm256_set1_epi32(q);
+}
+static inline Vi dot4(Vi acc, Vb codes, const int8_t* quad) {
+    const __m256i q = quad256(quad), one = _mm256_set1_epi16(1);
+    return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.a, q), one)),
+            _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.b, q), one))};
+}
+static inline __m256i dot8_half(__m256i acc, __m256i w, __m256i even, __m256i odd) {
+    const __m256i low = _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8), high = _mm256_srai_epi16(w, 8);
+    return _mm256_add_epi32(acc, _mm256_add_epi32(_mm256_madd_epi16(low, even), _mm256_madd_epi16(high, odd)));
+}
+static inline Vi dot8(Vi acc, Vb codes, const int8_t* quad) {
+    const __m256i q = quad256(quad);
+    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(q, 8), 8), odd = _mm256_srai_epi16(q, 8);
+    return {dot8_half(acc.a, codes.a, even, odd), dot8_half(acc.b, codes.b, even, odd)};
+}
+static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+
+}  // namespace hfa
