@@ -37,6 +37,7 @@ class Backend(NamedTuple):
 
 
 _ops: dict[str, list[Backend]] = {}
+_chosen: dict[tuple, Backend] = {}  # answers of `choose`, which is on the way of every call
 
 
 def register(op: str, backend: str, *, priority: int, refusal: Callable[[Call], str]) -> Callable:
@@ -46,6 +47,7 @@ def register(op: str, backend: str, *, priority: int, refusal: Callable[[Call], 
 
     def add(function: Callable) -> Callable:
         others = [b for b in _ops.get(op, []) if b.name != backend]
+        _chosen.clear()
         _ops[op] = sorted([*others, Backend(backend, priority, refusal, function)], key=lambda b: -b.priority)
         return function
 
@@ -72,7 +74,17 @@ def choose(op: str, device: str, dtype: torch.dtype, layout: Any = None, m: int 
 
     Raises: BackendError if `HFACCEL_BACKEND` names one that cannot.
     """
-    want, call = forced(), Call(device, dtype, layout, m)
+    key = (op, device, dtype, layout, m, os.environ.get("HFACCEL_BACKEND"), os.environ.get("HFACCEL_ISA"))
+    found = _chosen.get(key)
+    if found is None:
+        if len(_chosen) >= 4096:
+            _chosen.clear()
+        found = _chosen[key] = _choose(op, Call(device, dtype, layout, m))
+    return found
+
+
+def _choose(op: str, call: Call) -> Backend:
+    want = forced()
     for backend in backends(op):
         if want in ("auto", backend.name):
             why_not = backend.refusal(call)

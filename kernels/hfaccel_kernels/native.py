@@ -205,7 +205,7 @@ def build(name: str | None = None) -> Path:
     target = cache_folder() / f"{name}-{_key(*found, flags)}.so"
     if _sealed(target):
         return target
-    with open(target.with_suffix(".lock"), "w") as lock:
+    with open(target.with_name(f"{name}.lock"), "w") as lock:
         with contextlib.suppress(OSError):  # a file system without locks: both build, the last replaces
             fcntl.flock(lock, fcntl.LOCK_EX)
         if not _sealed(target):
@@ -215,7 +215,7 @@ def build(name: str | None = None) -> Path:
 
 
 _lock = threading.Lock()
-_loaded: dict[str, ctypes.CDLL] = {}
+_loaded: dict[str | None, ctypes.CDLL] = {}
 _failed: dict[str, str] = {}
 
 
@@ -232,10 +232,10 @@ def library(name: str | None = None) -> ctypes.CDLL:
 
     Raises: NativeError if it cannot be had; asking again says the same without trying again.
     """
-    name = name or isa()
-    found = _loaded.get(name)
+    found = _loaded.get(name or os.environ.get("HFACCEL_ISA"))  # this line is on the way of every call
     if found is not None:
         return found
+    name = name or isa()
     with _lock:
         if name not in _loaded:
             if name in _failed:
@@ -246,7 +246,10 @@ def library(name: str | None = None) -> ctypes.CDLL:
                 _failed[name] = str(error)
                 log.warning("C++ kernels are not available, slower torch operations serve: %s", error)
                 raise
-        return _loaded[name]
+        found = _loaded[name]
+        if name == supported_isas()[0]:
+            _loaded[None] = _loaded[""] = _loaded["auto"] = found  # what HFACCEL_ISA may say for it
+        return found
 
 
 def available(name: str | None = None) -> bool:

@@ -13,6 +13,7 @@ of x taken as the identity), to bias and, in plain_linear, to the weight; codes 
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -49,19 +50,38 @@ def qlinear(
     Returns: [..., N] in the dtype of x.
     Raises: ValueError if shapes or dtypes are not those of the layout.
     """
+    if _unwatched(x, bias):
+        return _qlinear_run(x, weight, scale, zero, bias, layout, n, k)
     return torch.ops.hfaccel.qlinear(
         x, weight, scale, zero, bias, layout.bits, layout.group, layout.act_bits, n, k
     )
 
 
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear(x.float(), weight.float(), bias)` in the dtype of x, without copies of the weight.
+    """`F.linear(x.float(), weight.float(), bias.float())` in the dtype of x, without a copy of the weight.
 
     Args:
         x: [..., K] of any float dtype.
         weight: [N, K] fp32, bf16 or fp16, unit stride along K.
+        bias: [N] of any float dtype, or None.
+    Returns: [..., N] in the dtype of x.
+    Raises: ValueError if shapes do not fit or the weight has another dtype.
     """
+    if _unwatched(x, bias) and not (torch.is_grad_enabled() and weight.requires_grad):
+        return _plain_linear_run(x, weight, bias)
     return torch.ops.hfaccel.plain_linear(x, weight, bias)
+
+
+def _unwatched(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether nothing wants to see the call: no gradient, trace, subclass or mode. Then torch's dispatcher, 25 us a
+    call of an operator with Python autograd, can be left out."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) is Tensor
+        and not (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)))
+        and not torch._C._len_torch_dispatch_stack()
+        and not x.is_meta
+    )
 
 
 # ---------------------------------------------------------------- reference
@@ -190,23 +210,28 @@ dispatch.register("plain_linear", "reference", priority=0, refusal=lambda call: 
 # ---------------------------------------------------------------- torch operators
 
 
-def _qlinear_layout(x: Tensor, weight: Tensor, scale: Tensor, zero, bias, bits, group, act_bits, n, k):
-    layout = Layout(bits, group, zero is None, "fp16" if scale.dtype == torch.float16 else "fp32", act_bits)
-    if x.shape[-1] != k:
-        raise ValueError(f"qlinear: x has {x.shape[-1]} features, the weight takes {k}")
-    if not x.is_floating_point():
-        raise ValueError(f"qlinear: x is {x.dtype}, wanted a float dtype")
-    given = {"weight": weight, "weight_scale": scale} | ({} if zero is None else {"weight_zero": zero})
-    for name, (shape, dtype) in layout.shapes(n, k).items():
-        tensor = given[name]
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+@lru_cache(maxsize=1024)
+def _wanted(layout: Layout, n: int, k: int) -> tuple:
+    return tuple((torch.Size(shape), dtype) for shape, dtype in layout.shapes(n, k).values())
+
+
+def _check(x: Tensor, weight: Tensor, scale: Tensor, zero, bias, layout: Layout, n: int, k: int) -> None:
+    if x.shape[-1:] != (k,) or not x.is_floating_point():
+        raise ValueError(f"qlinear: x is {x.dtype} {tuple(x.shape)}, wanted a float dtype and [..., {k}]")
+    given = (weight, scale) if zero is None else (weight, scale, zero)
+    wanted = _wanted(layout, n, k)
+    if len(given) != len(wanted):
+        raise ValueError(f"qlinear: {layout} and {'no' if zero is None else 'given'} zero points")
+    for tensor, (shape, dtype) in zip(given, wanted, strict=True):
+        if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
             raise ValueError(
-                f"qlinear: {name} is {tensor.dtype} {tuple(tensor.shape)}"
-                f"{'' if tensor.is_contiguous() else ' (not contiguous)'}, {layout} wants {dtype} {shape}"
+                f"qlinear: {tensor.dtype} {tuple(tensor.shape)}{'' if tensor.is_contiguous() else ' with gaps'}, "
+                f"{layout} of [{n}, {k}] wants {dtype} {tuple(shape)}"
             )
+        if tensor.device != x.device:
+            raise ValueError(f"qlinear: x is on {x.device}, the weight on {tensor.device}")
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"qlinear: bias is {tuple(bias.shape)}, wanted ({n},)")
-    return layout
 
 
 def _usable_bias(bias: Tensor | None) -> Tensor | None:
@@ -215,10 +240,18 @@ def _usable_bias(bias: Tensor | None) -> Tensor | None:
     return bias.float().contiguous()
 
 
-def _qlinear_run(x, weight, scale, zero, bias, bits, group, act_bits, n, k):
-    layout = _qlinear_layout(x, weight, scale, zero, bias, bits, group, act_bits, n, k)
+def _layout(bits: int, group: int, act_bits: int, scale: Tensor, zero: Tensor | None) -> Layout:
+    return Layout(bits, group, zero is None, "fp16" if scale.dtype == torch.float16 else "fp32", act_bits)
+
+
+def _qlinear_run(x, weight, scale, zero, bias, layout, n, k):
+    _check(x, weight, scale, zero, bias, layout, n, k)
     backend = dispatch.choose("qlinear", x.device.type, x.dtype, layout)
     return backend.function(x, weight, scale, zero, _usable_bias(bias), layout, n, k)
+
+
+def _qlinear_op(x, weight, scale, zero, bias, bits, group, act_bits, n, k):
+    return _qlinear_run(x, weight, scale, zero, bias, _layout(bits, group, act_bits, scale, zero), n, k)
 
 
 def _plain_linear_run(x, weight, bias=None):
@@ -236,8 +269,8 @@ def _plain_linear_run(x, weight, bias=None):
     return backend.function(x, weight, _usable_bias(bias))
 
 
-_library.impl("qlinear", _qlinear_run, "CPU")
-_library.impl("qlinear", _qlinear_run, "CUDA")
+_library.impl("qlinear", _qlinear_op, "CPU")
+_library.impl("qlinear", _qlinear_op, "CUDA")
 _library.impl("plain_linear", _plain_linear_run, "CPU")
 _library.impl("plain_linear", _plain_linear_run, "CUDA")
 
@@ -253,8 +286,9 @@ def _(x, weight, bias=None):
 
 
 def _qlinear_save(ctx, inputs, output):
-    x, weight, scale, zero, bias, ctx.bits, ctx.group, _, ctx.n, ctx.k = inputs
-    ctx.bias_dtype = None if bias is None else bias.dtype
+    x, weight, scale, zero, bias, bits, group, act_bits, ctx.n, ctx.k = inputs
+    ctx.layout = _layout(bits, group, act_bits, scale, zero)
+    ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
     ctx.save_for_backward(weight, scale, zero)
 
 
@@ -262,9 +296,9 @@ def _qlinear_backward(ctx, grad):
     weight, scale, zero = ctx.saved_tensors
     to_x = to_bias = None
     if ctx.needs_input_grad[0]:
-        layout = Layout(ctx.bits, ctx.group, zero is None, "fp16" if scale.dtype == torch.float16 else "fp32")
-        w = layouts.dequantize(weight, scale, zero, layout, ctx.n, ctx.k)
-        to_x = (grad.float() @ w if grad.dtype != torch.float64 else grad @ w.double()).to(grad.dtype)
+        w = layouts.dequantize(weight, scale, zero, ctx.layout, ctx.n, ctx.k)
+        exact = torch.promote_types(grad.dtype, torch.float32)
+        to_x = (grad.to(exact) @ w.to(exact)).to(ctx.x_dtype)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[4]:
         to_bias = grad.reshape(-1, ctx.n).sum(0).to(ctx.bias_dtype)
     return to_x, None, None, None, to_bias, None, None, None, None, None
