@@ -1,4 +1,4 @@
-"""Use an installed hfaccel from outside its source tree: import, patch, generate, save, reload, the command line.
+"""Use an installed hfaccel from outside its source tree: import, patch, generate, save, reload, CLI.
 
 Run by scripts/smoke.sh in an environment that holds the wheel and nothing else of this project.
 """

@@ -15,7 +15,8 @@ torch.set_num_threads(
 
 
 def pytest_report_header():
-    return f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"torch {torch.__version__}, transformers {transformers.__version__}, {threads} threads"
 
 
 @pytest.fixture(autouse=True)

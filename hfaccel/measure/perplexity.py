@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
-from tqdm import tqdm
 
 from hfaccel.errors import PatchError
+from hfaccel.progress import progress_bar
 
 ROWS = 256  # rows of logits in fp32 at a time: 50 MB at a vocabulary of 49,152
 
@@ -58,7 +58,7 @@ def perplexity(
     windows: int = 40,
     window_tokens: int = 1024,
     batch: int = 1,
-    progress: bool | None = None,
+    progress: bool = True,
 ) -> PerplexityResult:
     """Perplexity of `model` on `text` by the protocol above.
 
@@ -66,7 +66,7 @@ def perplexity(
         text: the text, or its token ids [N] (then `tokenizer` may be None).
         windows: how many windows at most, from the start of the text.
         batch: windows in one forward pass.
-        progress: a progress bar; None: on a terminal.
+        progress: a progress bar where stderr is a terminal.
     Raises: PatchError if the text does not fill one window or an argument is out of range.
     """
     cut = cut_windows(tokenizer, text, windows=windows, window_tokens=window_tokens)
@@ -89,7 +89,7 @@ def kl(
     windows: int = 40,
     window_tokens: int = 1024,
     batch: int = 1,
-    progress: bool | None = None,
+    progress: bool = True,
 ) -> KLResult:
     """Mean KL(reference || model) and top-1 agreement over the predicted positions, in one pass.
 
@@ -164,14 +164,13 @@ def cut_windows(
     return ids[: count * window_tokens].view(count, window_tokens)
 
 
-def _batches(cut: torch.Tensor, batch: int, progress: bool | None, what: str) -> Iterator[torch.Tensor]:
+def _batches(cut: torch.Tensor, batch: int, progress: bool, what: str) -> Iterator[torch.Tensor]:
     if batch < 1:
         raise PatchError(f"batch={batch}: at least 1")
-    hidden = None if progress is None else not progress  # tqdm's None: hidden unless stderr is a terminal
-    with tqdm(total=cut.shape[0], desc=what, unit="window", disable=hidden, leave=False) as bar:
+    with progress_bar(what, cut.shape[0], progress) as advance:
         for ids in cut.split(batch):
             yield ids
-            bar.update(len(ids))
+            advance(len(ids))
 
 
 def _logits(model: Model, ids: torch.Tensor) -> torch.Tensor:
