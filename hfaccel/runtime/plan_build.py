@@ -1,0 +1,502 @@
+"""From a model to its plan: one walk over `anatomy`'s blocks, no per-family code."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hfaccel.anatomy import Anatomy, Block, anatomy
+from hfaccel.errors import UnsupportedModel
+from hfaccel.quant.linear import QuantEmbedding, QuantLinear
+from hfaccel.runtime import Unsupported
+from hfaccel.runtime.plan import ASKED, TOKENS, Buffer, Matrix, Op, Plan, View, acts_key
+from hfaccel.runtime.plan_ops import (
+    Act,
+    Add,
+    Attend,
+    CacheWrite,
+    Embed,
+    Gather,
+    Join,
+    Logits,
+    Matmul,
+    Norm,
+    Quant,
+    Rope,
+    Rotary,
+)
+from hfaccel_kernels.layouts import ROWS as BLOCK_ROWS
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu_erf",
+    "gelu_python": "gelu_erf",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "relu": "relu",
+    "quick_gelu": "quick_gelu",
+    "relu2": "relu2",
+}
+_PLACEMENTS = ("pre", "sandwich", "parallel", "post")
+_STATEFUL_ROPE = {"dynamic", "longrope"}
+
+
+def build(model: nn.Module, *, hidden: bool = False) -> Plan:
+    """The checked plan of a decoder; with `hidden` it returns the last hidden states instead of logits.
+
+    Raises: Unsupported, with the reason.
+    """
+    try:
+        parts = anatomy(model)
+    except UnsupportedModel as error:
+        raise Unsupported(str(error)) from error
+    plan = _Builder(model, parts, hidden).plan()
+    plan.check()
+    return plan
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise Unsupported for what changes a module's result and the records do not say: hooks, adapters, dropout."""
+    for name, module in model.named_modules():
+        if "base_layer" in module._modules:
+            raise Unsupported(f"adapters: {name} is a {type(module).__name__}")
+        hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
+        if module is not model and hooks:
+            raise Unsupported(f"forward hooks on {name}")
+        if "forward" in vars(module) and module is not model:
+            raise Unsupported(f"the forward of {name} has been replaced")
+        if model.training and isinstance(module, nn.Dropout) and module.p > 0:
+            raise Unsupported(f"training mode with dropout at {name}")
+    if model.training:
+        rates = {
+            key: rate for key, rate in vars(model.config).items() if "drop" in key or key.endswith("pdrop")
+        }
+        on = [key for key, rate in rates.items() if isinstance(rate, float) and rate > 0]
+        if on:
+            raise Unsupported(f"training mode with {', '.join(on)}")
+
+
+class _Builder:
+    def __init__(self, model: nn.Module, parts: Anatomy, hidden: bool):
+        refuse_wrapped(model)
+        if parts.kind != "decoder" or parts.facts is None:
+            raise Unsupported(
+                f"family {getattr(model.config, 'model_type', '?')} has no row that a plan can follow"
+            )
+        self.model, self.parts, self.facts, self.hidden = model, parts, parts.facts, hidden
+        self.config = model.config.get_text_config(decoder=True)
+        self.modules = dict(model.named_modules())
+        self.ops: list[Op] = []
+        self.buffers: list[Buffer] = []
+        self.named: dict[tuple, int] = {}
+        self.ropes: dict[str, int] = {}
+        facts = self.facts
+        if facts.placement not in _PLACEMENTS:
+            raise Unsupported(f"norm placement {facts.placement!r}")
+        if facts.residual_from_norm:
+            raise Unsupported("the residual is the norm's output")
+        if facts.activation not in _ACTIVATIONS:
+            raise Unsupported(f"activation {facts.activation!r}")
+        if facts.position not in ("rotary", "learned"):
+            raise Unsupported(f"positions of kind {facts.position!r}")
+        for role in ("type", "norm", "project_in"):
+            if role in parts.embeddings:
+                raise Unsupported(f"embedding with {role} ({parts.embeddings[role]})")
+        if parts.project_out:
+            raise Unsupported(f"a projection after the layers ({parts.project_out})")
+
+    # -- buffers and weights
+
+    def buffer(self, name: str, width: int, rows: str, **kwargs) -> int:
+        key = (name, width, rows, kwargs.get("kind"))
+        if kwargs.get("acts") is not None:
+            key += (acts_key(kwargs["acts"]),)
+        if key not in self.named:
+            self.named[key] = len(self.buffers)
+            self.buffers.append(Buffer(name, width, rows, **kwargs))
+        return self.named[key]
+
+    def width(self, buffer: int) -> int:
+        return self.buffers[buffer].width
+
+    def rows(self, buffer: int) -> str:
+        return self.buffers[buffer].rows
+
+    def whole(self, buffer: int) -> View:
+        return View(buffer, 0, 1, self.width(buffer), self.width(buffer))
+
+    def matrix(self, name: str) -> Matrix:
+        return matrix_of(name, self.modules[name])
+
+    # -- records
+
+    def norm(self, name: str, x: View, out: int, layer: int) -> None:
+        module, kind = self.modules[name], self.facts.norm
+        eps = next(
+            (getattr(module, key) for key in ("eps", "variance_epsilon") if hasattr(module, key)), None
+        )
+        if not isinstance(eps, float):
+            raise Unsupported(f"{name} ({type(module).__name__}) has no eps")
+        if isinstance(module, nn.LayerNorm) != (kind == "layernorm"):
+            raise Unsupported(f"{name} is a {type(module).__name__}, not a {kind} norm")
+        self.ops.append(
+            Norm(
+                name=name,
+                layer=layer,
+                x=x,
+                out=out,
+                weight=module.weight,
+                bias=getattr(module, "bias", None),
+                eps=eps,
+                centered=kind == "layernorm",
+                unit_offset=kind == "rms1p",
+            )
+        )
+
+    def matmul(self, x: int, parts: list[tuple[str, Matrix, int]], layer: int) -> None:
+        """Products of one input with (name, matrix, output buffer): each kind of input quantized once."""
+        quantized: dict[tuple, int] = {}
+        runs: list[tuple[int, list]] = []
+        for part in parts:
+            key, source = acts_key(part[1]), x
+            if key is not None:
+                if key not in quantized:
+                    quantized[key] = self.buffer("acts", part[1].k, self.rows(x), kind="acts", acts=part[1])
+                    self.ops.append(Quant(name=part[0] + " input", layer=layer, x=x, out=quantized[key]))
+                source = quantized[key]
+            same = runs and runs[-1][0] == source and runs[-1][1][0][1].transposed == part[1].transposed
+            if same and len(runs[-1][1]) < 3:
+                runs[-1][1].append(part)
+            else:
+                runs.append((source, [part]))
+        for source, run in runs:
+            self.ops.append(
+                Matmul(
+                    name=_joint_name([name for name, _, _ in run]),
+                    layer=layer,
+                    x=source,
+                    outs=tuple(out for _, _, out in run),
+                    parts=tuple(matrix for _, matrix, _ in run),
+                )
+            )
+
+    def add(self, name: str, x: int, y: int, layer: int) -> None:
+        self.ops.append(Add(name=name, layer=layer, x=x, y=y))
+
+    def rope(self, block: Block) -> int:
+        """The buffer of cos and sin for this block, computed once a step."""
+        owner = self.modules[self.parts.backbone] if self.parts.backbone else self.model
+        module = getattr(owner, "rotary_emb", None)
+        kinds = getattr(self.config, "layer_types", None)
+        kind = kinds[block.index] if kinds else ""
+        prefix = f"{kind}_" if hasattr(module, f"{kind}_inv_freq") else ""
+        inv_freq, scaling = (
+            getattr(module, f"{prefix}inv_freq", None),
+            getattr(module, f"{prefix}attention_scaling", None),
+        )
+        if inv_freq is None or scaling is None:
+            raise Unsupported("no rotary embedding with inv_freq and attention_scaling beside the layers")
+        types = module.rope_type if isinstance(module.rope_type, dict) else {"": module.rope_type}
+        if _STATEFUL_ROPE & set(types.values()):
+            raise Unsupported(f"rope type {', '.join(map(str, types.values()))} looks at the whole input")
+        if 2 * inv_freq.numel() != self.facts.rotary_dim:
+            raise Unsupported(f"{2 * inv_freq.numel()} rotary channels, the row says {self.facts.rotary_dim}")
+        if prefix not in self.ropes:
+            out = self.buffer(f"{prefix}rope", 2 * inv_freq.numel(), TOKENS)
+            self.ops.insert(
+                1 + len(self.ropes),
+                Rope(
+                    name=f"rotary_emb.{prefix}inv_freq",
+                    out=out,
+                    inv_freq=inv_freq.detach().float().contiguous(),
+                    scaling=float(scaling),
+                ),
+            )
+            self.ropes[prefix] = out
+        return self.ropes[prefix]
+
+    def attention(self, block: Block, normed: int, more: list[tuple[str, Matrix, int]], last: bool) -> int:
+        """Projections (and `more` products of the same input) up to the joined heads: their buffer."""
+        layer, roles = block.index, block.roles
+        heads, kv_heads, size = block.heads, block.kv_heads, block.head_dim
+        if not heads or not kv_heads or not size:
+            raise Unsupported(f"{block.name}: heads unknown")
+        if block.sinks:
+            raise Unsupported(f"{block.name}: attention sinks")
+        if "qkv" in roles:
+            matrix = self.matrix(roles["qkv"])
+            out = self.buffer("qkv", matrix.n, TOKENS)
+            parts = [(roles["qkv"], matrix, out)]
+            if self.facts.qkv == "concat":
+                q = View(out, 0, heads, size, size)
+                k = View(out, heads * size, kv_heads, size, size)
+                v = View(out, (heads + kv_heads) * size, kv_heads, size, size)
+            elif heads == kv_heads:
+                q, k, v = (View(out, at * size, heads, size, 3 * size) for at in range(3))
+            else:
+                raise Unsupported(f"{roles['qkv']}: fused heads in groups of {heads // kv_heads} queries")
+        else:
+            parts, views = [], {}
+            for role, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+                matrix = self.matrix(roles[role])
+                out = self.buffer(role, matrix.n, TOKENS)
+                parts.append((roles[role], matrix, out))
+                views[role] = View(out, 0, count, size, size)
+            q, k, v = views["q"], views["k"], views["v"]
+        self.matmul(normed, parts + more, layer)
+        q, k = self.heads(block, "q", q), self.heads(block, "k", k)
+        self.ops.append(CacheWrite(name=f"{block.attention}.cache", layer=layer, k=k, v=v))
+        attended = self.buffer("attended", heads * size, TOKENS)
+        attend = Attend(
+            name=block.attention,
+            layer=layer,
+            q=q,
+            k=k,
+            v=v,
+            out=attended,
+            scale=block.scaling,
+            window=block.window or 0,
+            softcap=self.facts.attention_softcap or 0.0,
+        )
+        joined = self.buffer("joined", heads * size, TOKENS)
+        self.ops += [
+            attend,
+            Join(name=f"{block.attention}.join", layer=layer, x=attended, out=joined, attend=attend),
+        ]
+        return joined
+
+    def heads(self, block: Block, role: str, view: View) -> View:
+        """Norm and rotation of q or k."""
+        width = view.count * view.size
+        if role in block.norms:
+            out = self.buffer(f"{role}_normed", width, TOKENS)
+            self.norm(block.norms[role], view, out, block.index)
+            view = View(out, 0, view.count, view.size, view.size)
+        if self.facts.position == "rotary":
+            table = self.rope(block)
+            out = self.buffer(f"{role}_rotated", width, TOKENS)
+            self.ops.append(
+                Rotary(name=f"{block.attention}.{role}", layer=block.index, x=view, table=table, out=out)
+            )
+            view = View(out, 0, view.count, view.size, view.size)
+        return view
+
+    def mlp_inputs(self, block: Block, rows: str) -> tuple[list[tuple[str, Matrix, int]], View, View | None]:
+        """The first products of a dense MLP, and where gate and up will lie."""
+        roles = block.roles
+        if "gate_up" in roles:
+            matrix = self.matrix(roles["gate_up"])
+            if self.facts.gate_up != "halves":
+                raise Unsupported(f"{roles['gate_up']}: gate and up {self.facts.gate_up}")
+            halves = split_rows(matrix, 2)
+            if halves:
+                gate, up = (self.buffer(name, matrix.n // 2, rows) for name in ("gate", "up"))
+                names = (f"{roles['gate_up']}[gate]", f"{roles['gate_up']}[up]")
+                parts = list(zip(names, halves, (gate, up), strict=True))
+                return parts, self.whole(gate), self.whole(up)
+            out, half = self.buffer("gate_up", matrix.n, rows), matrix.n // 2
+            return (
+                [(roles["gate_up"], matrix, out)],
+                View(out, 0, 1, half, half),
+                View(out, half, 1, half, half),
+            )
+        names = ("gate", "up") if "gate" in roles else ("fc1",)
+        if not all(name in roles for name in names):
+            raise Unsupported(f"{block.name}: MLP with {', '.join(roles)}")
+        parts = [(roles[n], m := self.matrix(roles[n]), self.buffer(n, m.n, rows)) for n in names]
+        views = [self.whole(out) for _, _, out in parts]
+        return parts, views[0], views[1] if len(views) > 1 else None
+
+    def mlp_rest(self, block: Block, gate: View, up: View | None, rows: str) -> int:
+        """Activation and last product of a dense MLP: the buffer of its result."""
+        kind = _ACTIVATIONS[self.facts.activation]
+        active = self.buffer("active", gate.size, rows)
+        self.ops.append(
+            Act(name=f"{block.name}.mlp.act", layer=block.index, gate=gate, up=up, out=active, kind=kind)
+        )
+        name = block.roles["down"] if "down" in block.roles else block.roles["fc2"]
+        matrix = self.matrix(name)
+        out = self.buffer("mlp_out", matrix.n, rows)
+        self.matmul(active, [(name, matrix, out)], block.index)
+        return out
+
+    def mlp(self, block: Block, normed: int) -> int:
+        rows = self.rows(normed)
+        if block.mlp == "moe":
+            raise Unsupported(f"{block.name}: experts")
+        parts, gate, up = self.mlp_inputs(block, rows)
+        self.matmul(normed, parts, block.index)
+        return self.mlp_rest(block, gate, up, rows)
+
+    def output(self, block: Block, joined: int) -> int:
+        matrix = self.matrix(block.roles["o"])
+        out = self.buffer("attn_out", matrix.n, self.rows(joined))
+        self.matmul(joined, [(block.roles["o"], matrix, out)], block.index)
+        return out
+
+    def asked(self, name: str, buffer: int, layer: int) -> int:
+        """Keep only the rows asked for."""
+        if self.rows(buffer) == ASKED:
+            return buffer
+        out = self.buffer(self.buffers[buffer].name, self.width(buffer), ASKED)
+        self.ops.append(Gather(name=f"{name}.asked", layer=layer, x=buffer, out=out))
+        return out
+
+    def block(self, block: Block, x: int, last: bool) -> int:
+        placement, norms, layer = self.facts.placement, block.norms, block.index
+        hidden = self.width(x)
+
+        def normed(role: str, source: int) -> int:
+            if role not in norms:
+                raise Unsupported(f"{block.name}: no {role} norm")
+            out = self.buffer(f"normed_{role}", hidden, self.rows(source))
+            self.norm(norms[role], self.whole(source), out, layer)
+            return out
+
+        if placement == "parallel":
+            if block.mlp == "moe":
+                raise Unsupported(f"{block.name}: experts beside attention")
+            attn_in = normed("attn_in", x)
+            parts, gate, up = self.mlp_inputs(block, TOKENS)
+            if "mlp_in" in norms:
+                joined = self.attention(block, attn_in, [], last)
+                attn = self.output(block, joined)
+                self.matmul(normed("mlp_in", x), parts, layer)
+            else:
+                joined = self.attention(block, attn_in, parts, last)
+                attn = self.output(block, joined)
+            mlp = self.mlp_rest(block, gate, up, TOKENS)
+            self.add(f"{block.name}.residual_attn", x, attn, layer)
+            self.add(f"{block.name}.residual_mlp", x, mlp, layer)
+            return x
+
+        joined = self.attention(block, x if placement == "post" else normed("attn_in", x), [], last)
+        if last:
+            joined, x = self.asked(block.attention, joined, layer), self.asked(block.name, x, layer)
+        attn = self.output(block, joined)
+        attn = normed("attn_out", attn) if placement == "sandwich" else attn
+        self.add(f"{block.name}.residual_attn", x, attn, layer)
+        if placement == "post":
+            self.norm(norms["attn_out"], self.whole(x), x, layer)
+        mlp = self.mlp(block, x if placement == "post" else normed("mlp_in", x))
+        mlp = normed("mlp_out", mlp) if placement == "sandwich" else mlp
+        self.add(f"{block.name}.residual_mlp", x, mlp, layer)
+        if placement == "post":
+            self.norm(norms["mlp_out"], self.whole(x), x, layer)
+        return x
+
+    def plan(self) -> Plan:
+        parts, facts = self.parts, self.facts
+        tok = parts.embeddings.get("tok")
+        if tok is None or (parts.head is None and not self.hidden):
+            raise Unsupported("no token embedding or no head")
+        table = matrix_of(tok, self.modules[tok])
+        x = self.buffer("x", table.k, TOKENS)
+        positions, max_positions = None, 0
+        if facts.position == "learned":
+            positions = self.modules[parts.embeddings["pos"]].weight
+            max_positions = positions.shape[0] - facts.position_offset
+        dtype = self.model.dtype
+        multiplier = float(torch.tensor(facts.embedding_multiplier).to(dtype))
+        self.ops.append(
+            Embed(
+                name=tok,
+                out=x,
+                table=table,
+                multiplier=multiplier,
+                positions=positions,
+                position_offset=facts.position_offset,
+            )
+        )
+        blocks = parts.blocks
+        for block in blocks:
+            x = self.block(block, x, block is blocks[-1])
+        x = self.asked("last", x, len(blocks) - 1)
+        if parts.final_norm:
+            out = self.buffer("normed_final", self.width(x), ASKED)
+            self.norm(parts.final_norm, self.whole(x), out, -1)
+            x = out
+        if self.hidden:
+            self.ops.append(Logits(name="hidden states", x=x, n=self.width(x)))
+        else:
+            head = matrix_of(parts.head, self.modules[parts.head])
+            plain = not facts.final_softcap and not head.transposed
+            out = self.buffer("logits", head.n, ASKED, kind="out" if plain else "f32")
+            self.matmul(x, [(parts.head, head, out)], -1)
+            if not plain:
+                self.ops.append(Logits(name="logits", x=out, n=head.n, softcap=facts.final_softcap or 0.0))
+        return Plan(
+            ops=self.ops,
+            buffers=self.buffers,
+            vocab=table.n,
+            out_width=self.width(x) if self.hidden else head.n,
+            dtype=dtype,
+            max_positions=max_positions,
+        )
+
+
+def _joint_name(names: list[str]) -> str:
+    """a.b.q, a.b.k -> a.b.q+k"""
+    if len(names) == 1:
+        return names[0]
+    owner = names[0].rpartition(".")[0]
+    same = all(name.rpartition(".")[0] == owner for name in names)
+    return f"{owner}.{'+'.join(n.rpartition('.')[2] for n in names)}" if same else "+".join(names)
+
+
+def matrix_of(name: str, module: nn.Module) -> Matrix:
+    """The weight of a linear, Conv1D or embedding, packed or not, in place."""
+    if isinstance(module, QuantLinear | QuantEmbedding):
+        n, k = (
+            (module.num_embeddings, module.embedding_dim)
+            if isinstance(module, QuantEmbedding)
+            else (module.out_features, module.in_features)
+        )
+        return Matrix(
+            n,
+            k,
+            module.weight,
+            module.layout,
+            module.weight_scale,
+            module.weight_zero,
+            getattr(module, "bias", None),
+        )
+    if type(module).forward not in _PLAIN_FORWARDS and not isinstance(module, nn.Embedding):
+        raise Unsupported(f"{name} is a {type(module).__name__}")
+    if isinstance(module, Conv1D):
+        return Matrix(module.nf, module.nx, module.weight, bias=module.bias, transposed=True)
+    weight = module.weight
+    return Matrix(weight.shape[0], weight.shape[1], weight, bias=getattr(module, "bias", None))
+
+
+_PLAIN_FORWARDS = (nn.Linear.forward, Conv1D.forward)
+
+
+def split_rows(matrix: Matrix, pieces: int) -> list[Matrix] | None:
+    """Views of `pieces` equal parts of the rows, or None where a packed block would be cut or a Conv1D is in the way."""
+    n = matrix.n // pieces
+    if matrix.transposed or matrix.n % pieces or (matrix.layout is not None and n % BLOCK_ROWS):
+        return None
+    if matrix.layout is None:
+        rows = [slice(i * n, (i + 1) * n) for i in range(pieces)]
+    else:
+        rows = [slice(i * n // BLOCK_ROWS, (i + 1) * n // BLOCK_ROWS) for i in range(pieces)]
+
+    def cut(tensor: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+        return None if tensor is None else tensor.detach()[part]
+
+    return [
+        Matrix(
+            n,
+            matrix.k,
+            cut(matrix.weight, part),
+            matrix.layout,
+            cut(matrix.scale, part),
+            cut(matrix.zero, part),
+            cut(matrix.bias, slice(i * n, (i + 1) * n)),
+        )
+        for i, part in enumerate(rows)
+    ]

@@ -1,0 +1,561 @@
+// Attention over pages: kernels' paged.py has the formula, this file the order in which it is summed.
+//
+// Keys are taken in blocks of kKeys slots, at multiples of kKeys of the sequence. For one query row and one block
+//   s[j] = sum over d, in order, of q[d] * k[j, d] (one fma each), q scaled before; int8: times the key's scale;
+//          softcap, alibi, mask;   m = max s;   p[j] = e^(s[j] - m);   l = sum p;   o = sum over j, in order, of p[j] v[j]
+// and blocks are joined in order:
+//   M' = max(M, m);   L = L e^(M - M') + l e^(m - M');   O = O e^(M - M') + o e^(m - M')
+// A masked key has p = 0, which changes no sum. So neither the rows computed together nor the thread that computes a
+// block shows in the result. On decode steps threads share a (sequence, head) by blocks: the first keeps the joined
+// state, the others their blocks apart, and the join record finishes in the same order.
+#pragma once
+
+#include <vector>
+
+#include "ops_math.h"
+#include "parallel.h"
+#include "plan.h"
+
+namespace hfa {
+
+constexpr int kKeys = 64;       // slots of a key block
+constexpr int kTileRows = 64;   // query rows (tokens x heads of a KV head) that share one conversion of a block
+constexpr int kSubRows = 6;     // rows whose scores are in registers at a time
+
+static inline void transpose16(Vi* r) {
+#if defined(HFA_ISA_AVX512)
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; i += 2) {
+        a[i] = _mm512_unpacklo_epi32(r[i].v, r[i + 1].v);
+        a[i + 1] = _mm512_unpackhi_epi32(r[i].v, r[i + 1].v);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
+        b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+        b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
+        b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {  // b[4q + i]: in each 128-bit lane L, columns 4L + i of rows 4q .. 4q + 3
+        a[i] = _mm512_shuffle_i32x4(b[i], b[i + 4], 0x88);
+        a[i + 4] = _mm512_shuffle_i32x4(b[i], b[i + 4], 0xdd);
+        a[i + 8] = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0x88);
+        a[i + 12] = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 4; ++i) {
+        r[i].v = _mm512_shuffle_i32x4(a[i], a[i + 8], 0x88);
+        r[i + 8].v = _mm512_shuffle_i32x4(a[i], a[i + 8], 0xdd);
+        r[i + 4].v = _mm512_shuffle_i32x4(a[i + 4], a[i + 12], 0x88);
+        r[i + 12].v = _mm512_shuffle_i32x4(a[i + 4], a[i + 12], 0xdd);
+    }
+#else
+    int32_t in[16][16], out[16];
+    for (int i = 0; i < 16; ++i) store_i(in[i], r[i]);
+    for (int i = 0; i < 16; ++i) {
+        for (int j = 0; j < 16; ++j) out[j] = in[j][i];
+        r[i] = load_i(out);
+    }
+#endif
+}
+
+static inline int64_t page_bytes(int32_t dtype) { return dtype == HFA_PAGES_I8 ? 1 : dtype == HFA_F32 ? 4 : 2; }
+
+static inline Vf load_page(const void* p, int64_t at, int32_t dtype, int n) {
+    if (dtype != HFA_PAGES_I8) return load_as(p, at, dtype, n);
+    float t[16] = {};
+    const int8_t* codes = static_cast<const int8_t*>(p) + at;
+#if defined(HFA_ISA_AVX512)
+    if (n >= 16) return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)codes)))};
+#endif
+    for (int l = 0; l < n && l < 16; ++l) t[l] = (float)codes[l];
+    return load(t);
+}
+
+// One head's K or V of one token into its slot.
+static inline void write_head(void* pages, float* scales, int64_t slot, int64_t g, int64_t heads, int64_t size,
+                              int32_t dtype, const float* x) {
+    const int64_t at = (slot * heads + g) * size;
+    if (dtype != HFA_PAGES_I8) {
+        for (int64_t d = 0; d < size; d += 16) {
+            const int n = size - d < 16 ? (int)(size - d) : 16;
+            store_as(pages, at + d, dtype, load_as(x, d, HFA_F32, n), n);
+        }
+        return;
+    }
+    Vf top = splat(0.0f);
+    for (int64_t d = 0; d < size; d += 16)
+        top = max(top, vabs(load_as(x, d, HFA_F32, size - d < 16 ? (int)(size - d) : 16)));
+    const float scale = reduce_max(top) / 127.0f, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    scales[slot * heads + g] = scale;
+    for (int64_t d = 0; d < size; d += 16) {
+        const int n = size - d < 16 ? (int)(size - d) : 16;
+        int8_t codes[16];
+        store_i8(codes, min(max(round_even(load_as(x, d, HFA_F32, n) * splat(inverse)), splat_i(-127)), splat_i(127)));
+        memcpy(static_cast<int8_t*>(pages) + at + d, codes, n);
+    }
+}
+
+struct AttendArgs {
+    const float *q, *k, *v;          // rows of the buffers
+    int64_t ldq, ldk, ldv;
+    HfaView qv, kv, vv;
+    float* out;
+    int64_t ldo;
+    const HfaPages* pages;
+    float scale, softcap;
+    int64_t window;                  // 0: none
+    const float *sinks, *slopes;     // [H] or NULL
+};
+
+// State of one (query row): joined so far.
+struct RowState {
+    float m, l;
+};
+
+// What a thread leaves behind where a (sequence, head) is shared: see the head of this file.
+struct Shared {
+    int64_t out_row, out_head;   // item it began and did not finish; -1: none
+    int64_t in_row, in_head;     // item that another thread began; -1: none
+    int64_t in_blocks;           // how many of its blocks lie in `blocks`
+    int64_t padding[3];
+};
+
+struct Scratch {
+    float *kt, *vt, *q, *o, *part;  // [D, kKeys], [kKeys, Dv], [rows, D], [rows, Dv], [kSubRows, Dv]
+    RowState* state;                // [rows]
+    Shared* shared;
+    float *prefix, *blocks;         // [ratio, 2 + Dv], [blocks, ratio, 2 + Dv]
+};
+
+static inline int64_t pad16(int64_t v) { return (v + 15) / 16 * 16; }
+
+// Floats of scratch a thread needs; `blocks` is the largest number of shared blocks.
+static inline int64_t scratch_floats(int64_t k_size, int64_t v_size, int64_t ratio, int64_t blocks) {
+    const int64_t d = pad16(k_size), dv = pad16(v_size);
+    return d * kKeys + kKeys * dv + kTileRows * (d + dv) + kSubRows * dv + 2 * kTileRows + 16 +
+           (1 + blocks) * ratio * (2 + dv) + 64;
+}
+static inline Scratch scratch_at(float* at, int64_t k_size, int64_t v_size, int64_t ratio) {
+    const int64_t d = pad16(k_size), dv = pad16(v_size);
+    Scratch s;
+    s.kt = at;
+    s.vt = s.kt + d * kKeys;
+    s.q = s.vt + kKeys * dv;
+    s.o = s.q + kTileRows * d;
+    s.part = s.o + kTileRows * dv;
+    s.state = reinterpret_cast<RowState*>(s.part + kSubRows * dv);
+    s.shared = reinterpret_cast<Shared*>(s.part + kSubRows * dv + 2 * kTileRows);
+    s.prefix = s.part + kSubRows * dv + 2 * kTileRows + 16;
+    s.blocks = s.prefix + ratio * (2 + dv);
+    return s;
+}
+
+// A block's keys: where its slots lie, and K transposed to fp32.
+struct Block {
+    int64_t slot[kKeys];  // index of (page, offset) in the pool
+    int count;            // slots that hold something
+};
+
+static inline void find_slots(const int32_t* table, int64_t page_tokens, int64_t first, int64_t length, Block* b) {
+    const int64_t left = length - first;
+    b->count = left < kKeys ? (int)left : kKeys;
+    int64_t page = first / page_tokens, offset = first % page_tokens;
+    int64_t base = (int64_t)table[page] * page_tokens;
+    for (int j = 0; j < b->count; ++j) {
+        if (offset == page_tokens) {
+            offset = 0;
+            base = (int64_t)table[++page] * page_tokens;
+        }
+        b->slot[j] = base + offset++;
+    }
+}
+
+// kt[d, j] = K of slot j; slots that hold nothing give zeros.
+static inline void load_keys(const AttendArgs& a, const Block& b, int64_t g, float* kt) {
+    const HfaPages& p = *a.pages;
+    const int64_t size = p.k_size, bytes = page_bytes(p.dtype), step = p.kv_heads * size * bytes;
+    const uint8_t* base = static_cast<const uint8_t*>(p.k) + g * size * bytes;
+    for (int j = 0; j < b.count; j += 16) {
+        const uint8_t* row[16];
+        const int n = b.count - j < 16 ? b.count - j : 16;
+        for (int i = 0; i < n; ++i) row[i] = base + b.slot[j + i] * step;
+        int64_t d = 0;
+#if defined(HFA_ISA_AVX512)
+        if (p.dtype == HFA_BF16) {  // pairs of channels move as one int32: half the shuffles
+            for (; d + 32 <= size; d += 32) {
+                Vi r[16];
+                for (int i = 0; i < 16; ++i)
+                    r[i] = i < n ? load_i(reinterpret_cast<const int32_t*>(row[i] + d * 2)) : splat_i(0);
+                transpose16(r);
+                for (int i = 0; i < 16; ++i) {
+                    store(kt + (d + 2 * i) * kKeys + j, {_mm512_castsi512_ps(_mm512_slli_epi32(r[i].v, 16))});
+                    store(kt + (d + 2 * i + 1) * kKeys + j, from_bits(r[i] & splat_i((int32_t)0xffff0000)));
+                }
+            }
+        }
+#endif
+        for (; d < size; d += 16) {
+            const int left = size - d < 16 ? (int)(size - d) : 16;
+            Vi r[16];
+            for (int i = 0; i < 16; ++i) r[i] = i < n ? bits(load_page(row[i], d, p.dtype, left)) : splat_i(0);
+            transpose16(r);
+            for (int i = 0; i < left; ++i) store(kt + (d + i) * kKeys + j, from_bits(r[i]));
+        }
+    }
+}
+
+static inline void load_values(const AttendArgs& a, const Block& b, int64_t g, float* vt) {
+    const HfaPages& p = *a.pages;
+    const int64_t size = p.v_size, dv = pad16(size), bytes = page_bytes(p.dtype), step = p.kv_heads * size * bytes;
+    const uint8_t* base = static_cast<const uint8_t*>(p.v) + g * size * bytes;
+    for (int j = 0; j < b.count; ++j)
+        for (int64_t d = 0; d < size; d += 16)
+            store(vt + j * dv + d,
+                  load_page(base + b.slot[j] * step, d, p.dtype, size - d < 16 ? (int)(size - d) : 16));
+}
+
+// Scores of N rows against V * 16 keys, before scale and mask: s[row, key].
+template <int N, int V>
+static inline void score_tile(const float* q, int64_t ldq, const float* kt, int64_t size, float* s) {
+    Vf acc[N][V];
+    for (int r = 0; r < N; ++r)
+        for (int v = 0; v < V; ++v) acc[r][v] = splat(0.0f);
+    for (int64_t d = 0; d < size; ++d) {
+        Vf k[V];
+        for (int v = 0; v < V; ++v) k[v] = load(kt + d * kKeys + v * 16);
+        for (int r = 0; r < N; ++r) {
+            const Vf x = splat(q[r * ldq + d]);
+            for (int v = 0; v < V; ++v) acc[r][v] = fma(x, k[v], acc[r][v]);
+        }
+    }
+    for (int r = 0; r < N; ++r)
+        for (int v = 0; v < V; ++v) store(s + r * kKeys + v * 16, acc[r][v]);
+}
+
+template <int N>
+static inline void scores(const float* q, int64_t ldq, const float* kt, int64_t size, int count, float* s) {
+    if (count > 48) return score_tile<N, 4>(q, ldq, kt, size, s);
+    if (count > 16) {
+        score_tile<N, 2>(q, ldq, kt, size, s);
+        if (count > 32) score_tile<N, 1>(q, ldq, kt + 32, size, s + 32);
+        return;
+    }
+    score_tile<N, 1>(q, ldq, kt, size, s);
+}
+
+// o[row] = sum over keys first .. last - 1 of p[row, key] * v[key]; row_of(key) points at the key's values.
+template <int N, int V, class Load>
+static inline void value_tile(const float* p, int first, int last, int64_t d, int64_t dv, float* o, Load&& value) {
+    Vf acc[N][V];
+    for (int r = 0; r < N; ++r)
+        for (int v = 0; v < V; ++v) acc[r][v] = splat(0.0f);
+    for (int j = first; j < last; ++j) {
+        Vf x[V];
+        for (int v = 0; v < V; ++v) x[v] = value(j, d + v * 16);
+        for (int r = 0; r < N; ++r) {
+            const Vf w = splat(p[r * kKeys + j]);
+            for (int v = 0; v < V; ++v) acc[r][v] = fma(w, x[v], acc[r][v]);
+        }
+    }
+    for (int r = 0; r < N; ++r)
+        for (int v = 0; v < V; ++v) store(o + r * dv + d + v * 16, acc[r][v]);
+}
+
+template <int N, class Load>
+static inline void values(const float* p, int first, int last, int64_t dv, float* o, Load&& value) {
+    int64_t d = 0;
+    for (; d + 64 <= dv; d += 64) value_tile<N, 4>(p, first, last, d, dv, o, value);
+    for (; d + 32 <= dv; d += 32) value_tile<N, 2>(p, first, last, d, dv, o, value);
+    for (; d < dv; d += 16) value_tile<N, 1>(p, first, last, d, dv, o, value);
+}
+
+// O, M, L joined with a block's o, m, l (up to 8 rows; rows whose m is -inf saw nothing of the block).
+static inline void join_rows(int rows, RowState* state, float* o_joined, const float* m, const float* l,
+                             const float* o, int64_t ldo, int64_t dv) {
+    float gap[16] = {}, by[16], top[8];
+    for (int r = 0; r < rows; ++r) {
+        top[r] = state[r].m > m[r] ? state[r].m : m[r];
+        gap[r] = state[r].m - top[r];
+        gap[8 + r] = m[r] - top[r];
+    }
+    store(by, vexp(load(gap)));
+    for (int r = 0; r < rows; ++r) {
+        if (m[r] == -INFINITY) continue;
+        const float old = by[r], now = by[8 + r];
+        state[r].m = top[r];
+        state[r].l = state[r].l * old + l[r] * now;
+        const Vf vo = splat(old), vn = splat(now);
+        for (int64_t d = 0; d < dv; d += 16)
+            store(o_joined + r * dv + d, load(o_joined + r * dv + d) * vo + load(o + r * ldo + d) * vn);
+    }
+}
+
+// out = O / (L + e^(sink - M)), in the same order for every row.
+static inline void finish_row(RowState s, const float* o, const float* sink, int64_t size, float* out) {
+    float by;
+    if (sink) {
+        const float top = s.m > *sink ? s.m : *sink;
+        float e[16] = {s.m - top, *sink - top};
+        store(e, vexp(load(e)));
+        by = e[0] / (s.l * e[0] + e[1]);
+    } else {
+        by = 1.0f / s.l;
+    }
+    for (int64_t d = 0; d < size; d += 16)
+        store_as(out, d, HFA_F32, load(o + d) * splat(by), size - d < 16 ? (int)(size - d) : 16);
+}
+
+// N rows (of one sequence and KV head) against one block: p in place of s; m, l, and o [N, dv].
+template <int N>
+static void block_rows(const AttendArgs& a, const Scratch& scratch, const Block& b, int64_t g, int64_t first_slot,
+                       const int64_t* slot_of, const int64_t* head_of, const float* q, bool direct, float* m, float* l) {
+    const HfaPages& pages = *a.pages;
+    const int64_t d = pad16(pages.k_size), dv = pad16(pages.v_size);
+    float s[kSubRows * kKeys];
+    float key_scale[kKeys], value_scale[kKeys];
+    scores<N>(q, d, scratch.kt, pages.k_size, b.count, s);
+    const int whole = (b.count + 15) / 16 * 16;
+    if (pages.dtype == HFA_PAGES_I8) {
+        for (int j = 0; j < whole; ++j) {
+            key_scale[j] = j < b.count ? pages.k_scale[b.slot[j] * pages.kv_heads + g] : 0.0f;
+            value_scale[j] = j < b.count ? pages.v_scale[b.slot[j] * pages.kv_heads + g] : 0.0f;
+        }
+    }
+    int from = kKeys, to = 0;
+    for (int r = 0; r < N; ++r) {
+        float* x = s + r * kKeys;
+        const int64_t p = slot_of[r];
+        int64_t low = a.window && p - a.window + 1 > first_slot ? p - a.window + 1 - first_slot : 0;
+        int64_t high = p + 1 - first_slot < b.count ? p + 1 - first_slot : b.count;
+        if (high < low) high = low;
+        Vf top = splat(-INFINITY);
+        for (int j = 0; j < whole; j += 16) {
+            Vf v = load(x + j);
+            if (pages.dtype == HFA_PAGES_I8) v = v * load(key_scale + j);
+            if (a.softcap > 0) v = splat(a.softcap) * vtanh(v / splat(a.softcap));
+            if (a.slopes) {
+                float gap[16];
+                for (int i = 0; i < 16; ++i) gap[i] = (float)(first_slot + j + i - p);
+                v = v + splat(a.slopes[head_of[r]]) * load(gap);
+            }
+            if (j < low || j + 16 > high) {
+                float t[16];
+                store(t, v);
+                for (int i = 0; i < 16; ++i)
+                    if (j + i < low || j + i >= high) t[i] = -INFINITY;
+                v = load(t);
+            }
+            store(x + j, v);
+            top = max(top, v);
+        }
+        m[r] = reduce_max(top);
+        if (m[r] == -INFINITY) {
+            for (int j = 0; j < whole; ++j) x[j] = 0.0f;
+            l[r] = 0.0f;
+            continue;
+        }
+        Vf sum = splat(0.0f);
+        const Vf peak = splat(m[r]);
+        for (int j = 0; j < whole; j += 16) {
+            Vf v = vexp(load(x + j) - peak);
+            sum = sum + v;
+            if (pages.dtype == HFA_PAGES_I8) v = v * load(value_scale + j);
+            store(x + j, v);
+        }
+        l[r] = reduce_add(sum);
+        if (low < from) from = (int)low;
+        if (high > to) to = (int)high;
+    }
+    if (direct) {
+        const int64_t bytes = page_bytes(pages.dtype), step = pages.kv_heads * pages.v_size * bytes;
+        const uint8_t* base = static_cast<const uint8_t*>(pages.v) + g * pages.v_size * bytes;
+        values<N>(s, from, to, dv, scratch.part, [&](int j, int64_t at) {
+            const int64_t left = pages.v_size - at;
+            return load_page(base + b.slot[j] * step, at, pages.dtype, left < 16 ? (int)left : 16);
+        });
+    } else {
+        const float* vt = scratch.vt;
+        values<N>(s, from, to, dv, scratch.part, [&](int j, int64_t at) { return load(vt + j * dv + at); });
+    }
+}
+
+// The tile of `rows` query rows against blocks [first, last). With `apart`, blocks are kept at `apart` ([block, row,
+// 2 + dv]) instead of being joined.
+static inline void attend_blocks(const AttendArgs& a, const Scratch& scratch, const int32_t* table,
+                                 int64_t page_tokens, int64_t length, int64_t g, int rows, const int64_t* slot_of,
+                                 const int64_t* head_of, int64_t first, int64_t last, float* apart) {
+    const int64_t d = pad16(a.pages->k_size), dv = pad16(a.pages->v_size);
+    const bool direct = rows <= kSubRows;
+    Block b;
+    for (int64_t block = first; block < last; ++block) {
+        find_slots(table, page_tokens, block * kKeys, length, &b);
+        load_keys(a, b, g, scratch.kt);
+        if (!direct) load_values(a, b, g, scratch.vt);
+        for (int r = 0; r < rows;) {
+            float m[kSubRows], l[kSubRows];
+            const int n = rows - r < kSubRows ? rows - r : kSubRows;
+            const int64_t *slots = slot_of + r, *heads = head_of + r;
+            const float* q = scratch.q + r * d;
+            switch (n) {
+                case 6: block_rows<6>(a, scratch, b, g, block * kKeys, slots, heads, q, direct, m, l); break;
+                case 5: block_rows<5>(a, scratch, b, g, block * kKeys, slots, heads, q, direct, m, l); break;
+                case 4: block_rows<4>(a, scratch, b, g, block * kKeys, slots, heads, q, direct, m, l); break;
+                case 3: block_rows<3>(a, scratch, b, g, block * kKeys, slots, heads, q, direct, m, l); break;
+                case 2: block_rows<2>(a, scratch, b, g, block * kKeys, slots, heads, q, direct, m, l); break;
+                default: block_rows<1>(a, scratch, b, g, block * kKeys, slots, heads, q, direct, m, l); break;
+            }
+            if (apart) {
+                float* to = apart + ((block - first) * rows + r) * (2 + dv);
+                for (int i = 0; i < n; ++i, to += 2 + dv) {
+                    to[0] = m[i];
+                    to[1] = l[i];
+                    memcpy(to + 2, scratch.part + i * dv, dv * 4);
+                }
+            } else {
+                join_rows(n, scratch.state + r, scratch.o + r * dv, m, l, scratch.part, dv, dv);
+            }
+            r += n;
+        }
+    }
+}
+
+// One (sequence, tile of tokens, KV head).
+struct Item {
+    int64_t sequence, g;
+    int64_t token, tokens;  // of the tile, in the step
+    int64_t slot, length;   // slot of its first token; slots to look at
+    int64_t first, last;    // key blocks
+    bool splittable;
+};
+
+template <class Each>
+static inline void each_item(const HfaStep& step, int64_t kv_heads, int64_t ratio, int64_t window, Each&& each) {
+    const int64_t tile = ratio < kTileRows ? kTileRows / ratio : 1;
+    for (int64_t b = 0; b < step.sequences; ++b) {
+        const int64_t begin = step.q_starts[b], n = step.q_starts[b + 1] - begin, past = step.lengths[b] - n;
+        for (int64_t t = 0; t < n; t += tile) {
+            Item item;
+            item.sequence = b;
+            item.token = begin + t;
+            item.tokens = n - t < tile ? n - t : tile;
+            item.slot = past + t;
+            item.length = item.slot + item.tokens;
+            item.first = window && item.slot >= window ? (item.slot - window + 1) / kKeys : 0;
+            item.last = (item.length + kKeys - 1) / kKeys;
+            item.splittable = n == 1;
+            for (item.g = 0; item.g < kv_heads; ++item.g) each(item);
+        }
+    }
+}
+
+static inline int64_t slot_index(const HfaStep& step, int64_t sequence, int64_t slot) {
+    const int32_t* table = step.block_tables + sequence * step.table_stride;
+    return (int64_t)table[slot / step.page_tokens] * step.page_tokens + slot % step.page_tokens;
+}
+
+static inline void write_token(const AttendArgs& a, int64_t token, int64_t slot, int64_t g) {
+    const HfaPages& p = *a.pages;
+    const float* k = a.k + token * a.ldk + a.kv.offset + g * a.kv.stride;
+    const float* v = a.v + token * a.ldv + a.vv.offset + g * a.vv.stride;
+    write_head(p.k, p.k_scale, slot, g, p.kv_heads, p.k_size, p.dtype, k);
+    write_head(p.v, p.v_scale, slot, g, p.kv_heads, p.v_size, p.dtype, v);
+}
+
+// The thread's share. `fused`: keys and values of the step's tokens (one a sequence) are written here first.
+static inline void attend(const AttendArgs& a, const HfaStep& step, const Scratch& scratch, bool fused, int tid,
+                          int nthreads) {
+    const HfaPages& pages = *a.pages;
+    const int64_t ratio = a.qv.count / a.kv.count, d = pad16(pages.k_size), dv = pad16(pages.v_size);
+    int64_t total = 0;
+    each_item(step, a.kv.count, ratio, a.window,
+              [&](const Item& i) { total += (i.last - i.first) * i.tokens * ratio; });
+    const int64_t begin = total * tid / nthreads, end = total * (tid + 1) / nthreads;
+    scratch.shared->out_row = scratch.shared->in_row = -1;
+    int64_t at = 0;
+    int64_t slot_of[kTileRows], head_of[kTileRows];
+    each_item(step, a.kv.count, ratio, a.window, [&](const Item& item) {
+        const int64_t rows = item.tokens * ratio, blocks = item.last - item.first, start = at;
+        at += blocks * rows;
+        if (at <= begin || start >= end) {
+            if (item.splittable || start < begin || start >= end) return;
+        }
+        int64_t from = 0, to = blocks;
+        if (item.splittable) {  // the block whose work starts at x or later
+            from = begin <= start ? 0 : (begin - start + rows - 1) / rows;
+            to = end >= at ? blocks : (end - start + rows - 1) / rows;
+            if (from >= to) return;
+        } else if (start < begin || start >= end) {
+            return;
+        }
+        const int32_t* table = step.block_tables + item.sequence * step.table_stride;
+        if (fused && to == blocks)
+            write_token(a, item.token, slot_index(step, item.sequence, item.slot), item.g);
+        for (int64_t t = 0, r = 0; t < item.tokens; ++t) {
+            for (int64_t h = 0; h < ratio; ++h, ++r) {
+                slot_of[r] = item.slot + t;
+                head_of[r] = item.g * ratio + h;
+                const float* q = a.q + (item.token + t) * a.ldq + a.qv.offset + head_of[r] * a.qv.stride;
+                for (int64_t i = 0; i < pages.k_size; i += 16) {
+                    const int n = pages.k_size - i < 16 ? (int)(pages.k_size - i) : 16;
+                    store(scratch.q + r * d + i, load_as(q, i, HFA_F32, n) * splat(a.scale));
+                }
+                scratch.state[r] = {-INFINITY, 0.0f};
+                memset(scratch.o + r * dv, 0, dv * 4);
+            }
+        }
+        attend_blocks(a, scratch, table, step.page_tokens, item.length, item.g, (int)rows, slot_of, head_of,
+                      item.first + from, item.first + to, from ? scratch.blocks : nullptr);
+        if (from) {
+            scratch.shared->in_row = item.token;
+            scratch.shared->in_head = item.g;
+            scratch.shared->in_blocks = to - from;
+        } else if (to < blocks) {
+            scratch.shared->out_row = item.token;
+            scratch.shared->out_head = item.g;
+            for (int64_t r = 0; r < rows; ++r) {
+                float* keep = scratch.prefix + r * (2 + dv);
+                keep[0] = scratch.state[r].m;
+                keep[1] = scratch.state[r].l;
+                memcpy(keep + 2, scratch.o + r * dv, dv * 4);
+            }
+        } else {
+            for (int64_t r = 0; r < rows; ++r)
+                finish_row(scratch.state[r], scratch.o + r * dv, a.sinks ? a.sinks + head_of[r] : nullptr,
+                           pages.v_size, a.out + (item.token + r / ratio) * a.ldo + head_of[r] * pages.v_size);
+        }
+    });
+}
+
+// Finishes what threads shared, for the heads of tokens [rows.begin, rows.end), into `out`.
+template <class ScratchOf>
+static inline void join_shared(const AttendArgs& a, int nthreads, int64_t begin, int64_t end, float* out, int64_t ldo,
+                               ScratchOf&& scratch_of) {
+    const int64_t ratio = a.qv.count / a.kv.count, dv = pad16(a.pages->v_size);
+    std::vector<float> joined;
+    for (int t = 0; t < nthreads; ++t) {
+        const Scratch first = scratch_of(t);
+        const int64_t row = first.shared->out_row, g = first.shared->out_head;
+        if (row < begin || row >= end) continue;
+        joined.resize(dv);
+        for (int64_t h = 0; h < ratio; ++h) {
+            const float* keep = first.prefix + h * (2 + dv);
+            RowState state{keep[0], keep[1]};
+            memcpy(joined.data(), keep + 2, dv * 4);
+            for (int u = t + 1; u < nthreads; ++u) {
+                const Scratch more = scratch_of(u);
+                if (more.shared->in_row != row || more.shared->in_head != g) {
+                    if (more.shared->out_row < 0 && more.shared->in_row < 0) continue;  // had nothing to do
+                    break;
+                }
+                for (int64_t b = 0; b < more.shared->in_blocks; ++b) {
+                    const float* part = more.blocks + (b * ratio + h) * (2 + dv);
+                    join_rows(1, &state, joined.data(), part, part + 1, part + 2, dv, dv);
+                }
+            }
+            const int64_t head = g * ratio + h;
+            finish_row(state, joined.data(), a.sinks ? a.sinks + head : nullptr, a.pages->v_size,
+                       out + row * ldo + head * a.pages->v_size);
+        }
+    }
+}
+
+}  // namespace hfa

@@ -1,0 +1,418 @@
+// The walker: checks a step, lays out the arena, and lets every thread of one region walk the records.
+#include "plan.h"
+
+#include <time.h>
+
+#include <vector>
+
+#include "ops_attend.h"
+#include "ops_rows.h"
+#include "parallel.h"
+
+namespace hfa {
+namespace {
+
+// What hfa_plan_run returns, and native.py's words for it.
+enum Error {
+    kOk = 0,
+    kSchema = 1,      // plan of another schema
+    kStep = 2,        // sizes that contradict each other
+    kToken = 3,       // an id outside the vocabulary
+    kPosition = 4,    // a position outside the learned table, or negative
+    kLength = 5,      // a sequence shorter than its new tokens, or none of them
+    kPage = 6,        // a block table entry outside the pool
+    kRow = 7,         // an asked row outside the step
+    kArena = 8,       // arena too small
+    kPlan = 9,        // a record that does not fit its buffers
+};
+
+int64_t now_ns() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000ll + t.tv_nsec;
+}
+
+int64_t pad64(int64_t v) { return (v + 63) / 64 * 64; }
+
+struct Walk {
+    const HfaPlan& plan;
+    const HfaStep& step;
+    bool replicated, fused;
+    std::vector<int64_t> offset, copy;  // of each buffer: bytes into the arena, and from one thread's copy to the next
+    int64_t scratch_offset, scratch_bytes, bytes;
+    int64_t k_size = 0, v_size = 0, ratio = 1;  // largest of any layer
+    Barrier barrier;
+
+    Walk(const HfaPlan& p, const HfaStep& s) : plan(p), step(s), offset(p.buffers), copy(p.buffers) {
+        replicated = s.tokens <= s.replicate && s.asked <= s.tokens;
+        fused = true;
+        int64_t blocks = 0;
+        for (int64_t b = 0; b < s.sequences; ++b) {
+            const int64_t n = s.q_starts[b + 1] - s.q_starts[b];
+            if (n > 1) fused = false;
+            const int64_t here = (s.lengths[b] + kKeys - 1) / kKeys;
+            if (n == 1 && here > blocks) blocks = here;
+        }
+        bytes = 0;
+        for (int i = 0; i < p.buffers; ++i) {
+            const HfaBuffer& b = p.buffer[i];
+            offset[i] = bytes;
+            copy[i] = 0;
+            if (b.kind == HFA_BUFFER_OUT) continue;
+            int64_t size = pad64(b.kind == HFA_BUFFER_ACTS ? hfa_acts_bytes(b.acts, rows(i)) : rows(i) * b.width * 4);
+            if (replicated && b.own) {
+                copy[i] = size;
+                size *= s.threads;
+            }
+            bytes += size;
+        }
+        for (int i = 0; i < p.ops; ++i) {
+            const HfaOp& op = p.op[i];
+            if (op.kind != HFA_OP_ATTEND) continue;
+            const int64_t r = op.view[0].count / op.view[1].count;
+            k_size = op.view[0].size > k_size ? op.view[0].size : k_size;
+            v_size = op.view[2].size > v_size ? op.view[2].size : v_size;
+            ratio = r > ratio ? r : ratio;
+        }
+        scratch_offset = bytes;
+        scratch_bytes = pad64(scratch_floats(k_size, v_size, ratio, blocks) * 4);
+        bytes += scratch_bytes * s.threads;
+    }
+
+    int64_t rows(int buffer) const {
+        const HfaBuffer& b = plan.buffer[buffer];
+        return (b.asked ? step.asked : step.tokens) * b.per_row;
+    }
+    bool is_out(int buffer) const { return plan.buffer[buffer].kind == HFA_BUFFER_OUT; }
+    char* at(int buffer, int tid) const {
+        return static_cast<char*>(step.arena) + offset[buffer] + copy[buffer] * tid;
+    }
+    float* f32(int buffer, int tid) const { return reinterpret_cast<float*>(at(buffer, tid)); }
+    int64_t width(int buffer) const { return plan.buffer[buffer].width; }
+    Scratch scratch(int tid, const AttendArgs& a) const {
+        char* base = static_cast<char*>(step.arena) + scratch_offset + scratch_bytes * tid;
+        return scratch_at(reinterpret_cast<float*>(base), a.pages->k_size, a.pages->v_size,
+                          a.qv.count / a.kv.count);
+    }
+};
+
+AttendArgs attend_args(const Walk& w, const HfaOp& op, int tid) {
+    AttendArgs a;
+    const HfaView *q = &op.view[0], *k = &op.view[1], *v = &op.view[2];
+    a.q = w.f32(q->buffer, tid);
+    a.k = w.f32(k->buffer, tid);
+    a.v = w.f32(v->buffer, tid);
+    a.ldq = w.width(q->buffer);
+    a.ldk = w.width(k->buffer);
+    a.ldv = w.width(v->buffer);
+    a.qv = *q;
+    a.kv = *k;
+    a.vv = *v;
+    a.out = op.out[0] < 0 ? nullptr : w.f32(op.out[0], tid);
+    a.ldo = op.out[0] < 0 ? 0 : w.width(op.out[0]);
+    a.pages = w.step.pages + op.ints[0];
+    a.scale = op.reals[0];
+    a.softcap = op.reals[1];
+    a.window = op.ints[1];
+    a.sinks = static_cast<const float*>(op.ptr[0]);
+    a.slopes = static_cast<const float*>(op.ptr[1]);
+    return a;
+}
+
+// The 16-row blocks [begin, end) of a weight as a weight of its own: a thread's columns of the product.
+HfaWeight part_of(const HfaWeight& w, int64_t begin, int64_t end) {
+    HfaWeight part = w;
+    const int64_t row = begin * 16, last = end * 16 < w.n ? end * 16 : w.n;
+    part.n = last > row ? last - row : 0;
+    if (w.bias) part.bias = static_cast<const char*>(w.bias) + row * (w.bias_dtype == HFA_F32 ? 4 : 2);
+    if (w.kind != HFA_PACKED) {
+        part.data = static_cast<const char*>(w.data) + row * w.ld * (w.kind == HFA_PLAIN_F32 ? 4 : 2);
+        return part;
+    }
+    const int64_t group = w.group < 0 || w.group > w.k ? w.k : w.group, groups = (w.k + group - 1) / group;
+    const int64_t step = w.bits == 8 ? 4 : w.bits == 4 ? 8 : w.bits == 2 ? 16 : 32, size = w.bits == 3 ? 192 : 64;
+    const int64_t whole = w.k / group, rest = w.k - whole * group;
+    const int64_t bytes = (whole * ((group + step - 1) / step) + (rest + step - 1) / step) * size;
+    part.data = static_cast<const char*>(w.data) + begin * bytes;
+    part.scale = static_cast<const char*>(w.scale) + begin * groups * 16 * (w.scale_dtype == HFA_F32 ? 4 : 2);
+    if (w.zero) part.zero = w.zero + begin * groups * 16;
+    return part;
+}
+
+// y[:, columns] = x W + bias for W [k, n] (Conv1D): the lanes are columns, k runs in order.
+void matmul_kn(const HfaWeight& w, const float* x, int64_t ldx, int64_t m, float* y, int64_t ldy, int64_t begin,
+               int64_t end) {
+    const int32_t dtype = w.kind == HFA_PLAIN_F32 ? HFA_F32 : w.kind == HFA_PLAIN_BF16 ? HFA_BF16 : HFA_F16;
+    constexpr int kTokens = 4;
+    for (int64_t c = begin; c < end; c += 32) {
+        const int n0 = end - c < 16 ? (int)(end - c) : 16;
+        const int n1 = end - c - 16 < 0 ? 0 : end - c - 16 < 16 ? (int)(end - c - 16) : 16;
+        for (int64_t t = 0; t < m; t += kTokens) {
+            const int tokens = m - t < kTokens ? (int)(m - t) : kTokens;
+            Vf acc[kTokens][2];
+            for (int i = 0; i < kTokens; ++i) acc[i][0] = acc[i][1] = splat(0.0f);
+            for (int64_t k = 0; k < w.k; ++k) {
+                const Vf a = load_as(w.data, k * w.ld + c, dtype, n0);
+                const Vf b = n1 ? load_as(w.data, k * w.ld + c + 16, dtype, n1) : splat(0.0f);
+                for (int i = 0; i < kTokens; ++i) {
+                    const Vf s = splat(i < tokens ? x[(t + i) * ldx + k] : 0.0f);
+                    acc[i][0] = fma(s, a, acc[i][0]);
+                    acc[i][1] = fma(s, b, acc[i][1]);
+                }
+            }
+            for (int i = 0; i < tokens; ++i) {
+                for (int h = 0; h < 2; ++h) {
+                    const int n = h ? n1 : n0;
+                    if (!n) continue;
+                    Vf v = acc[i][h];
+                    if (w.bias) v = v + load_as(w.bias, c + h * 16, w.bias_dtype, n);
+                    store_as(y, (t + i) * ldy + c + h * 16, HFA_F32, v, n);
+                }
+            }
+        }
+    }
+}
+
+void run(const Walk& w, const HfaOp& op, int tid, int nthreads) {
+    const HfaStep& step = w.step;
+    // Rows of a record cut by rows.
+    auto mine = [&](int buffer) -> Rows {
+        const int64_t rows = w.rows(buffer);
+        if (w.replicated) return {0, rows};
+        const Range r = share(rows, tid, nthreads);
+        return {r.begin, r.end};
+    };
+    // Columns of a record cut by columns.
+    auto columns = [&](int64_t n) -> Rows {
+        const Range r = share((n + 15) / 16, tid, nthreads);
+        return {r.begin * 16, r.end * 16 < n ? r.end * 16 : n};
+    };
+    switch (op.kind) {
+        case HFA_OP_EMBED: {
+            const HfaWeight& table = *op.weight;
+            const Rows r = mine(op.out[0]);
+            float* out = w.f32(op.out[0], tid);
+            for (int64_t t = r.begin; t < r.end; ++t) {
+                embed_row(table, step.ids[t], op.reals[0], out + t * table.k);
+                if (op.ptr[0])
+                    add_to(out + t * table.k, op.ptr[0], (step.positions[t] + op.ints[0]) * table.k, op.dtype[0],
+                           table.k);
+            }
+            return;
+        }
+        case HFA_OP_ROPE: {
+            const Rows r = mine(op.out[0]);
+            float* out = w.f32(op.out[0], tid);
+            const int64_t half = w.width(op.out[0]) / 2;
+            for (int64_t t = r.begin; t < r.end; ++t)
+                rope_row(static_cast<const float*>(op.ptr[0]), half, op.reals[0], step.positions[t],
+                         out + t * 2 * half);
+            return;
+        }
+        case HFA_OP_NORM: {
+            const HfaView& v = op.view[0];
+            const NormArgs args{op.ptr[0],    op.ptr[1],        op.dtype[0],      op.dtype[1],
+                                op.reals[0], (op.ints[0] & 1) != 0, (op.ints[0] & 2) != 0};
+            const float* x = w.f32(v.buffer, tid);
+            float* out = w.f32(op.out[0], tid);
+            const int64_t ldx = w.width(v.buffer), ldo = w.width(op.out[0]);
+            const Rows r = mine(op.out[0]);
+            for (int64_t t = r.begin; t < r.end; ++t)
+                for (int64_t h = 0; h < v.count; ++h)
+                    norm_row(args, x + t * ldx + v.offset + h * v.stride, v.size, out + t * ldo + h * v.size);
+            return;
+        }
+        case HFA_OP_QUANT: {
+            const HfaWeight& like = *w.plan.buffer[op.out[0]].acts;
+            const Rows r = mine(op.out[0]);
+            HfaActs acts;
+            hfa_acts_view(&like, w.at(op.out[0], tid), w.rows(op.out[0]), &acts);
+            acts.codes += r.begin * acts.ldq;
+            acts.scales += r.begin * acts.lds;
+            acts.sums += r.begin * acts.lds;
+            const int64_t ldx = w.width(op.view[0].buffer);
+            hfa_quantize_rows(&like, w.f32(op.view[0].buffer, tid) + r.begin * ldx, HFA_F32, ldx, r.end - r.begin,
+                              &acts, 0, 1);
+            return;
+        }
+        case HFA_OP_MATMUL: {
+            const int in = op.view[0].buffer;
+            const int64_t m = w.rows(op.out[0]);
+            HfaActs acts{};
+            if (op.weight->kind == HFA_PACKED) hfa_acts_view(op.weight, w.at(in, tid), w.rows(in), &acts);
+            for (int64_t i = 0; i < op.weights; ++i) {
+                const HfaWeight& weight = op.weight[i];
+                const bool direct = w.is_out(op.out[i]);
+                char* y = direct ? static_cast<char*>(step.logits) : w.at(op.out[i], tid);
+                const int32_t dtype = direct ? step.logits_dtype : HFA_F32;
+                const int64_t ldy = direct ? step.logits_ld : w.width(op.out[i]);
+                const Rows c = columns(weight.n);
+                if (c.begin >= c.end) continue;
+                if (op.ints[0]) {  // transposed
+                    matmul_kn(weight, w.f32(in, tid), w.width(in), m, reinterpret_cast<float*>(y), ldy, c.begin,
+                              c.end);
+                } else {
+                    const HfaWeight part = part_of(weight, c.begin / 16, (c.end + 15) / 16);
+                    hfa_matmul(&part, &acts, w.f32(in, tid), w.width(in), m, y + c.begin * (dtype == HFA_F32 ? 4 : 2),
+                               dtype, ldy, 0, 0, 1);
+                }
+            }
+            return;
+        }
+        case HFA_OP_ROTARY: {
+            const HfaView& v = op.view[0];
+            const float *x = w.f32(v.buffer, tid), *table = w.f32(op.view[1].buffer, tid);
+            float* out = w.f32(op.out[0], tid);
+            const int64_t ldx = w.width(v.buffer), ldo = w.width(op.out[0]), ldt = w.width(op.view[1].buffer);
+            const Rows r = mine(op.out[0]);
+            for (int64_t t = r.begin; t < r.end; ++t)
+                for (int64_t h = 0; h < v.count; ++h)
+                    rotary_head(x + t * ldx + v.offset + h * v.stride, table + t * ldt, ldt / 2, v.size, op.ints[0],
+                                out + t * ldo + h * v.size);
+            return;
+        }
+        case HFA_OP_CACHE: {
+            if (w.fused) return;
+            const AttendArgs a = attend_args(w, op, tid);
+            const Range r = share(step.tokens, tid, nthreads);
+            int64_t b = 0;
+            for (int64_t t = r.begin; t < r.end; ++t) {
+                while (t >= step.q_starts[b + 1]) ++b;
+                const int64_t slot = slot_index(step, b, step.lengths[b] - (step.q_starts[b + 1] - t));
+                for (int64_t g = 0; g < a.kv.count; ++g) write_token(a, t, slot, g);
+            }
+            return;
+        }
+        case HFA_OP_ATTEND: {
+            const AttendArgs a = attend_args(w, op, tid);
+            attend(a, step, w.scratch(tid, a), w.fused, tid, nthreads);
+            return;
+        }
+        case HFA_OP_JOIN: {
+            const AttendArgs a = attend_args(w, op, tid);
+            const Rows r = mine(op.out[0]);
+            const int64_t width = w.width(op.out[0]);
+            memcpy(w.f32(op.out[0], tid) + r.begin * width, w.f32(op.ints[2], tid) + r.begin * width,
+                   (r.end - r.begin) * width * 4);
+            join_shared(a, nthreads, r.begin, r.end, w.f32(op.out[0], tid), width,
+                        [&](int t) { return w.scratch(t, a); });
+            return;
+        }
+        case HFA_OP_ACT: {
+            const HfaView &g = op.view[0], &u = op.view[1];
+            const float* gate = w.f32(g.buffer, tid) + g.offset;
+            const float* up = u.buffer < 0 ? nullptr : w.f32(u.buffer, tid) + u.offset;
+            float* out = w.f32(op.out[0], tid);
+            const int64_t ldg = w.width(g.buffer), ldu = up ? w.width(u.buffer) : 0, ldo = w.width(op.out[0]);
+            const Rows c = columns(g.size);
+            for (int64_t t = 0; t < w.rows(op.out[0]); ++t)
+                act_row(op.ints[0], gate + t * ldg, up ? up + t * ldu : nullptr, out + t * ldo, c.begin, c.end);
+            return;
+        }
+        case HFA_OP_ADD: {
+            const Rows r = mine(op.out[0]);
+            const int64_t width = w.width(op.out[0]);
+            float* x = w.f32(op.out[0], tid);
+            const float* y = w.f32(op.view[0].buffer, tid);
+            for (int64_t i = r.begin * width; i < r.end * width; i += 16) {
+                const int n = r.end * width - i < 16 ? (int)(r.end * width - i) : 16;
+                store_as(x, i, HFA_F32, load_as(x, i, HFA_F32, n) + load_as(y, i, HFA_F32, n), n);
+            }
+            return;
+        }
+        case HFA_OP_GATHER: {
+            const Rows r = mine(op.out[0]);
+            const int64_t width = w.width(op.out[0]);
+            const float* x = w.f32(op.view[0].buffer, tid);
+            float* out = w.f32(op.out[0], tid);
+            for (int64_t t = r.begin; t < r.end; ++t) memcpy(out + t * width, x + step.rows[t] * width, width * 4);
+            return;
+        }
+        case HFA_OP_LOGITS: {
+            const int64_t width = w.width(op.view[0].buffer);
+            const float* x = w.f32(op.view[0].buffer, tid);
+            const Rows c = columns(width);
+            for (int64_t t = 0; t < step.asked; ++t)
+                logits_columns(x + t * width, op.reals[0], op.reals[1], step.logits, t * step.logits_ld,
+                               step.logits_dtype, c.begin, c.end);
+            return;
+        }
+    }
+}
+
+// Everything that could send a thread outside its buffers. Costs about a nanosecond a token and a page.
+int check(const HfaPlan& plan, const HfaStep& step) {
+    if (plan.schema != HFA_PLAN_SCHEMA) return kSchema;
+    if (step.tokens < 1 || step.sequences < 1 || step.asked < 0 || step.threads < 1 || step.page_tokens < 1)
+        return kStep;
+    if (step.q_starts[0] != 0 || step.q_starts[step.sequences] != step.tokens) return kStep;
+    for (int64_t t = 0; t < step.tokens; ++t) {
+        if (step.ids[t] < 0 || step.ids[t] >= plan.vocab) return kToken;
+        if (step.positions[t] < 0 || (plan.max_positions && step.positions[t] >= plan.max_positions)) return kPosition;
+    }
+    for (int64_t b = 0; b < step.sequences; ++b) {
+        const int64_t n = step.q_starts[b + 1] - step.q_starts[b];
+        if (n < 0 || step.lengths[b] < n) return kLength;
+        const int64_t pages = n ? (step.lengths[b] + step.page_tokens - 1) / step.page_tokens : 0;
+        if (pages > step.table_stride) return kPage;
+        for (int64_t p = 0; p < pages; ++p) {
+            const int32_t page = step.block_tables[b * step.table_stride + p];
+            if (page < 0 || page >= step.pages_count) return kPage;
+        }
+    }
+    for (int64_t i = 0; i < step.asked; ++i)
+        if (step.rows[i] < 0 || step.rows[i] >= step.tokens) return kRow;
+    int layers = 0;
+    for (int i = 0; i < plan.ops; ++i) {
+        const HfaOp& op = plan.op[i];
+        for (int j = 0; j < 3; ++j)
+            if (op.out[j] >= plan.buffers || op.view[j].buffer >= plan.buffers) return kPlan;
+        if (op.kind != HFA_OP_ATTEND) continue;
+        if (op.ints[0] != layers || layers >= plan.layers) return kPlan;
+        const HfaPages& p = step.pages[layers++];
+        if (p.kv_heads != op.view[1].count || p.k_size != op.view[1].size || p.v_size != op.view[2].size)
+            return kPlan;
+    }
+    return kOk;
+}
+
+}  // namespace
+}  // namespace hfa
+
+using hfa::Walk;
+
+HFA_EXPORT int64_t hfa_sizeof_plan(int what) {
+    switch (what) {
+        case 0: return sizeof(HfaOp);
+        case 1: return sizeof(HfaBuffer);
+        case 2: return sizeof(HfaPlan);
+        case 3: return sizeof(HfaPages);
+        default: return sizeof(HfaStep);
+    }
+}
+
+HFA_EXPORT int64_t hfa_plan_arena(const HfaPlan* plan, const HfaStep* step) { return Walk(*plan, *step).bytes; }
+
+HFA_EXPORT int hfa_plan_run(const HfaPlan* plan, const HfaStep* step) {
+    using namespace hfa;
+    if (const int error = check(*plan, *step)) return error;
+    Walk walk(*plan, *step);
+    if (walk.bytes > step->arena_bytes) return kArena;
+    const int bit = walk.replicated | walk.fused << 1;
+    parallel(step->threads, [&](int tid, int nthreads) {
+        const bool timed = step->profile && tid == 0;
+        for (int i = 0; i < plan->ops; ++i) {
+            const HfaOp& op = plan->op[i];
+            int64_t start = timed ? now_ns() : 0;
+            if (op.sync >> bit & 1) walk.barrier.wait(nthreads);
+            if (timed) {
+                const int64_t waited = now_ns();
+                step->profile[2 * i + 1] += waited - start;
+                start = waited;
+            }
+            run(walk, op, tid, nthreads);
+            if (timed) step->profile[2 * i] += now_ns() - start;
+        }
+    });
+    return kOk;
+}
