@@ -141,19 +141,27 @@ class Anatomy:
         }
         return None, outside.get(name, "")
 
+    def qkv_rows(self, block: Block) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """int64 rows of q [heads x head_dim], k and v [kv_heads x head_dim] in `block.roles["qkv"]`."""
+        heads, kv_heads = block.heads, block.kv_heads
+        if self.facts.qkv == "concat":
+            order = torch.arange(heads + 2 * kv_heads)
+            q, k, v = order.split([heads, kv_heads, kv_heads])
+        else:
+            order = torch.arange(heads + 2 * kv_heads).view(kv_heads, -1)
+            q, k, v = order[:, :-2].flatten(), order[:, -2], order[:, -1]
+        channel = torch.arange(block.head_dim)
+        return tuple((rows[:, None] * block.head_dim + channel).flatten() for rows in (q, k, v))
+
     def feeder_rows(self, group: Group) -> torch.Tensor:
         """[width] int64: the output row of `group.feeder` that each input column of a reader comes from."""
         column = torch.arange(group.width)
         block = self.blocks[group.block]
         if group.via == "value":
             head, channel = column // block.head_dim, column % block.head_dim
-            repeat = block.heads // block.kv_heads
-            kv_head = head // repeat  # consecutive query heads share a KV head
-            if group.feeder != block.roles.get("qkv"):
-                return kv_head * block.head_dim + channel
-            if self.facts.qkv == "concat":
-                return (block.heads + block.kv_heads + kv_head) * block.head_dim + channel
-            return (kv_head * (repeat + 2) + repeat + 1) * block.head_dim + channel
+            # Consecutive query heads share a KV head.
+            row = head // (block.heads // block.kv_heads) * block.head_dim + channel
+            return self.qkv_rows(block)[2][row] if group.feeder == block.roles.get("qkv") else row
         if group.via == "up" and group.feeder in (
             block.roles.get("gate_up"),
             block.roles.get("experts_gate_up"),

@@ -130,11 +130,13 @@ DECODERS = tuple(name for name in FAMILIES if name not in ("bert", "t5"))
 _AUTO = {"bert": AutoModelForMaskedLM, "t5": AutoModelForSeq2SeqLM}
 
 
-def tiny(family: str, *, attn: str = "eager", seed: int = 0, auto=None, **overrides):
+def tiny(family: str, *, attn: str | None = None, seed: int = 0, auto=None, **overrides):
     """A random model of `family`: one of FAMILIES, or of the shapes TL, TG, TX, S135 (here 2 layers, not 30).
 
-    `overrides` are config fields; `auto` is another class to build with, such as `AutoModel`.
+    `overrides` are config fields; `auto` is another class to build with, such as `AutoModel`. Attention is
+    eager, the oracle, but for alibi Falcon: its eager path adds the bias twice (5.17 to 5.24), sdpa once.
     """
+    attn = attn or ("sdpa" if family == "falcon_alibi" else "eager")
     model_type, fields = _CONFIGS[family]
     config = AutoConfig.for_model(model_type, **{**fields, **overrides})
     auto = auto or _AUTO.get(model_type, AutoModelForCausalLM)
@@ -165,25 +167,27 @@ def randomize(model: nn.Module, seed: int = 0) -> None:
         else:
             fan_in = min(parameter.shape[-2:])  # or the fan-out, whichever is less: close enough
             parameter.copy_(1.5 / math.sqrt(fan_in) * noise)
-    if tied:  # a tied head cannot be scaled alone, so the norm before it is
+            if name.endswith("Attention.q.weight"):  # T5 does not scale its scores
+                parameter.div_(math.sqrt(model.config.d_kv))
+    norm = _last_norm(model)
+    if tied and norm is not None:  # a tied head cannot be scaled alone, so the norm before it is
         scale = 8.0 * (math.sqrt(model.config.d_model) if model.config.model_type == "t5" else 1.0)
-        norm = _last_norm(model)
         one_plus = norm.weight.mean() < 0.5  # Gemma multiplies by 1 + weight
         norm.weight.mul_(scale).add_(scale - 1 if one_plus else 0.0)
         if getattr(norm, "bias", None) is not None:
             norm.bias.mul_(scale)
 
 
-def _last_norm(model: nn.Module) -> nn.Module:
-    """The norm before the head: of the norms outside the layers, the last one."""
-    width = model.get_input_embeddings().weight.shape[1]
-    return [
+def _last_norm(model: nn.Module) -> nn.Module | None:
+    """The norm before the head: of the norms outside the layers, the last one. OPT-350m has none."""
+    norms = [
         module
         for name, module in model.named_modules()
         if not any(part.isdigit() for part in name.split("."))
         and getattr(module, "weight", None) is not None
-        and module.weight.shape == (width,)
-    ][-1]
+        and module.weight.shape == (model.config.get_text_config().hidden_size,)
+    ]
+    return norms[-1] if norms else None
 
 
 def ids(batch: int, length: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
