@@ -1,0 +1,123 @@
+import pytest
+import torch
+
+from hfaccel_kernels import layouts
+from hfaccel_kernels.layouts import Layout
+from packed import LAYOUTS, SHAPES, name, random_packed
+
+GRIDS = sorted({(n, k) for _, n, k in SHAPES})
+
+
+def by_the_docstring(weight: torch.Tensor, layout: Layout, k: int, row: int, at: int) -> int:
+    """The unsigned code of one element, read from the bytes as the module's docstring describes them."""
+    group = k if layout.group == -1 else min(layout.group, k)
+    step_k, step_bytes = {8: (4, 64), 4: (8, 64), 3: (32, 192), 2: (16, 64)}[layout.bits]
+    steps_a_group = -(-group // step_k)
+    step = at // group * steps_a_group + at % group // step_k
+    j, i = at % group % step_k // 4, at % group % step_k % 4
+    line = weight[row // 16, step * step_bytes : (step + 1) * step_bytes].tolist()
+    byte = 4 * (row % 16) + i
+    if layout.bits == 8:
+        return line[byte] ^ 128
+    if layout.bits == 4:
+        return line[byte] >> 4 * j & 15
+    if layout.bits == 2:
+        return line[byte] >> 2 * j & 3
+    return (line[64 * (j // 4) + byte] >> 2 * (j % 4) & 3) | (line[128 + byte] >> j & 1) << 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+@pytest.mark.parametrize("n, k", GRIDS)
+def test_codes_lie_where_the_docstring_says_and_come_back(layout, n, k):
+    codes = torch.randint(0, 1 << layout.bits, (n, k), dtype=torch.uint8)
+    weight = layouts.pack_codes(codes, layout)
+    assert torch.equal(layouts.unpack_codes(weight, layout, n, k), codes)
+    for row, at in zip(torch.randint(n, (20,)).tolist(), torch.randint(k, (20,)).tolist(), strict=True):
+        assert by_the_docstring(weight, layout, k, row, at) == codes[row, at]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+@pytest.mark.parametrize("n, k", GRIDS)
+def test_stored_tensors_have_the_stated_shapes_and_bytes(layout, n, k):
+    weight, scale, zero = random_packed(layout, n, k)
+    given = {"weight": weight, "weight_scale": scale} | ({} if zero is None else {"weight_zero": zero})
+    assert {key: (tuple(t.shape), t.dtype) for key, t in given.items()} == layout.shapes(n, k)
+    assert layout.bytes(n, k) == sum(t.numel() * t.element_size() for t in given.values())
+
+
+def test_bytes_are_the_arithmetic_of_bits_where_nothing_is_padded():
+    n, k = 1536, 576
+    for bits in (8, 4, 3, 2):
+        codes = n * k * bits // 8
+        assert Layout(bits, 64, True, "fp16").bytes(n, k) == codes + n * k // 64 * 2
+        assert Layout(bits, -1, False).bytes(n, k) == codes + n * 4 + n
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+def test_dequantize_is_scale_times_code_minus_zero(layout):
+    n, k = 37, 200
+    codes = torch.randint(0, 1 << layout.bits, (n, k), dtype=torch.uint8)
+    groups = layout.groups(k)
+    scale = torch.rand(n, groups).to(layout.dtype)
+    zero = None if layout.symmetric else torch.randint(0, 1 << layout.bits, (n, groups), dtype=torch.uint8)
+    got = layouts.dequantize(
+        layouts.pack_codes(codes, layout),
+        layouts.pack_rows(scale),
+        None if zero is None else layouts.pack_rows(zero),
+        layout,
+        n,
+        k,
+    )
+    group_of = [0] * k if layout.group == -1 else [at // layout.group for at in range(k)]
+    z = 1 << (layout.bits - 1) if zero is None else zero.float()[:, group_of]
+    assert torch.equal(got, (codes.float() - z) * scale.float()[:, group_of])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+def test_gathered_rows_equal_the_dequantized_matrix(layout):
+    n, k = 37, 70
+    packed = random_packed(layout, n, k)
+    rows = torch.tensor([[36, 0, 5], [16, 16, 31]])
+    got = layouts.gather_rows(*packed, layout, k, rows)
+    assert torch.equal(got, layouts.dequantize(*packed, layout, n, k)[rows])
+
+
+@pytest.mark.parametrize("act_bits, top", [(8, 127), (16, 16256)])
+def test_activations_round_to_half_a_step(act_bits, top):
+    layout = Layout(4, 40, act_bits=act_bits)
+    x = torch.randn(5, 100) * torch.logspace(-3, 3, 5)[:, None]
+    x[2, :40] = 0
+    codes, scales = layouts.quantize_activations(x, layout)
+    assert codes.dtype == (torch.int8 if act_bits == 8 else torch.int16) and codes.abs().max() == top
+    for c, (start, stop) in enumerate(layout.chunks(100)):
+        part, scale = x[:, start:stop], scales[:, c : c + 1]
+        assert torch.allclose(scale[:, 0], part.abs().amax(1) / top)
+        assert ((codes[:, start:stop] * scale - part).abs() <= scale * 0.5001).all()
+    assert scales[2, 0] == 0 and (codes[2, :40] == 0).all()
+
+
+def test_chunks_never_cross_a_group():
+    for layout in LAYOUTS:
+        at = 0
+        for start, stop in layout.chunks(576):
+            assert start == at and 0 < stop - start <= layouts.ACT_CHUNK[layout.act_bits]
+            if layout.group != -1:
+                assert start // layout.group == (stop - 1) // layout.group
+            at = stop
+        assert at == 576
+
+
+@pytest.mark.parametrize(
+    "bad, word",
+    [
+        ({"bits": 5}, "bits=5"),
+        ({"bits": 4, "group": 0}, "group=0"),
+        ({"bits": 4, "group": True}, "group=True"),
+        ({"bits": 4, "group": -2}, "group=-2"),
+        ({"bits": 4, "scale_dtype": "bf16"}, "bf16"),
+        ({"bits": 4, "act_bits": 4}, "act_bits=4"),
+    ],
+)
+def test_a_layout_refuses_what_it_cannot_be(bad, word):
+    with pytest.raises(ValueError, match=word):
+        Layout(**bad)
