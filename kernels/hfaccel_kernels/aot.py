@@ -18,6 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from . import triton_support
+
 
 class _Driver:
     """A target without a device. Triton keys its per-process caches by device: the capability serves as one."""
@@ -54,7 +56,8 @@ def compiling(capability: int) -> Iterator[list]:
     driver.set_active(_Driver(capability))
     JITFunction.run = compile_only
     try:
-        yield compiled
+        with triton_support.assume(capability):
+            yield compiled
     finally:
         JITFunction.run = run
         driver._active = before

@@ -266,10 +266,10 @@ def _combine(
     row = tl.program_id(1).to(tl.int64)
     here = column < n
     total = tl.zeros((BLOCK,), tl.float32)
-    for part in range(count):
-        total += tl.load(
-            parts + part.to(tl.int64) * stride_part + row * stride_row + column, mask=here, other=0.0
-        )
+    at = parts + row * stride_row + column
+    for _ in range(count):
+        total += tl.load(at, mask=here, other=0.0)
+        at += stride_part
     if HAS_BIAS:
         total += tl.load(bias + column, mask=here, other=0.0).to(tl.float32)
     tl.store(out + row * stride_out + column, total.to(out.dtype.element_ty), mask=here)
@@ -296,6 +296,7 @@ def linear(
     bias: torch.Tensor | None,
     layout: Layout,
     n: int,
+    k: int,
 ) -> torch.Tensor:
     """x @ W^T + bias for a packed W.
 
@@ -306,7 +307,6 @@ def linear(
     Returns: [..., n], dtype of x; sums in fp32.
     Raises: ValueError when a stored tensor is not of the layout's shape.
     """
-    k = x.shape[-1]
     for name, tensor in (("weight", weight), ("weight_scale", scale), ("weight_zero", zero)):
         want = layout.shapes(n, k).get(name, (None,))[0]
         if (None if tensor is None else tuple(tensor.shape)) != want:

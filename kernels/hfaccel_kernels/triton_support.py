@@ -7,17 +7,23 @@ alone, never by a timing, so that one shape always runs the same arithmetic.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.util
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from . import dispatch
+
 OLDEST = (3, 6)
-CAPABILITY = (8, 0)  # bf16 tensor cores and cp.async
-# Shared memory a program may use, in bytes, by compute capability: the kernels must fit all of them.
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Shared memory a program may use, in bytes, by compute capability. The oldest is what the kernels need: bf16 tensor
+# cores and cp.async.
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
 
@@ -50,14 +56,53 @@ def interpreting() -> bool:
 
 
 @lru_cache(maxsize=16)
-def _capable(index: int) -> bool:
-    return torch.cuda.get_device_capability(index) >= CAPABILITY
+def _of_device(index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
 
 
-def runs_on(device: torch.device) -> bool:
-    """Whether the kernels run on tensors of this device."""
-    if missing() is not None:
-        return False
+_assumed = min(SHARED_BYTES)
+
+
+@contextlib.contextmanager
+def assume(capability: int) -> Iterator[None]:
+    """Take CPU tensors for tensors of a GPU of this compute capability (80 for 8.0): for ahead-of-time compiling."""
+    global _assumed
+    before, _assumed = _assumed, capability
+    try:
+        yield
+    finally:
+        _assumed = before
+
+
+def capability(device: torch.device) -> int:
+    """Compute capability of the device, 90 for 9.0: it chooses between tables of launch configs."""
     if device.type == "cuda":
-        return torch.version.hip is None and _capable(device.index or 0)
-    return device.type == "cpu" and interpreting()
+        return _of_device(torch.cuda.current_device() if device.index is None else device.index)
+    return _assumed
+
+
+def refusal(call: dispatch.Call) -> str:
+    """Why the kernels cannot serve such a call; "" when they can."""
+    if call.device == "cpu" and not interpreting():
+        return "GPUs only"
+    if call.device not in ("cpu", "cuda"):
+        return f"no kernels for {call.device}"
+    if call.dtype not in DTYPES:
+        return f"{call.dtype} is none of {', '.join(map(str, DTYPES))}"
+    if missing():
+        return missing()
+    if call.device == "cuda" and (torch.version.hip or capability(torch.device("cuda")) < min(SHARED_BYTES)):
+        return f"wants an NVIDIA GPU of compute capability {min(SHARED_BYTES) / 10} or more"
+    return ""
+
+
+def register(op: str, target: str, refusal: Callable[[dispatch.Call], str] = refusal) -> None:
+    """Make `module:function` of this package the Triton backend of `op`; the module is imported at the first call."""
+    module, name = target.split(":")
+
+    def function(*args, **kwargs):
+        return getattr(importlib.import_module(f"{__package__}.{module}"), name)(*args, **kwargs)
+
+    function.__name__ = name
+    dispatch.register(op, "triton", priority=10, refusal=refusal)(function)
