@@ -1,4 +1,4 @@
-"""Print what `import hfaccel` costs beyond `from transformers import LlamaForCausalLM`, in a fresh process each time.
+"""Print what `import hfaccel` adds to `from transformers import LlamaForCausalLM`, each time in a new process.
 
 python scripts/import_cost.py [runs]
 """
@@ -20,6 +20,5 @@ seconds = [
     float(subprocess.run([sys.executable, "-c", CODE], check=True, capture_output=True, text=True).stdout)
     for _ in range(runs)
 ]
-print(
-    f"import hfaccel: {statistics.median(seconds):.3f} s (median of {runs}, {min(seconds):.3f} to {max(seconds):.3f})"
-)
+low, high = min(seconds), max(seconds)
+print(f"import hfaccel: {statistics.median(seconds):.3f} s (median of {runs}, {low:.3f} to {high:.3f})")

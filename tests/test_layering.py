@@ -1,4 +1,4 @@
-"""Who may import whom: the kernels stand on torch, numpy and triton alone, and `import hfaccel` stays light."""
+"""Who may import whom: kernels stand on torch, numpy and triton alone, and `import hfaccel` stays light."""
 
 import ast
 import json
@@ -64,7 +64,7 @@ def test_files_are_nouns():
 
 
 def test_every_folder_of_modules_is_a_package():
-    """setuptools would pack a folder without `__init__.py`, but `pkgutil` and the test above would not see it."""
+    """setuptools packs a folder without `__init__.py` too, but `pkgutil` and the test above do not see it."""
     folders = {f.parent for top in (HFACCEL, KERNELS) for f in top.rglob("*.py")}
     assert not [folder for folder in folders if not (folder / "__init__.py").exists()]
 
