@@ -1,0 +1,1 @@
+"""Contenders of `hfaccel bench`, one file each; they run in other environments and import nothing of ours."""

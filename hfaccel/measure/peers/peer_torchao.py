@@ -1,0 +1,14 @@
+"""torchao on transformers: `variant` int8 (weight only) or int4."""
+
+
+def load(spec):
+    import torch
+    import torchao
+    import transformers
+    from peer_hf import runner
+    from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
+    torch.set_num_threads(spec["threads"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(spec["folder"], dtype=torch.bfloat16).eval()
+    quantize_(model, {"int8": Int8WeightOnlyConfig, "int4": Int4WeightOnlyConfig}[spec["variant"]]())
+    return runner(model), {"version": torchao.__version__}

@@ -1,0 +1,38 @@
+"""One contender in a process of its own: `python worker.py NAME SPEC-AS-JSON`.
+
+Loads `peer_NAME.load(spec)`, says what it is, then answers each line `{"prompt": [[ids]], "new_tokens": n}` with
+`{"first_s", "total_s"}`, one greedy run of exactly n tokens a row. Standard library alone outside of the peer, since
+the peer's environment is another one than ours.
+"""
+
+import importlib
+import json
+import os
+import sys
+import time
+
+
+def main() -> None:
+    name, spec = sys.argv[1], json.loads(sys.argv[2])
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not mix with the replies
+
+    def reply(message: dict) -> None:
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
+
+    try:
+        start = time.perf_counter()
+        run, info = importlib.import_module(f"peer_{name}").load(spec)
+        reply({"info": info, "load_s": time.perf_counter() - start})
+        for line in sys.stdin:
+            job = json.loads(line)
+            first, total = run(job["prompt"], job["new_tokens"])
+            reply({"first_s": first, "total_s": total})
+    except Exception as error:  # whatever a peer raises becomes its row in the table
+        reply({"error": f"{type(error).__name__}: {error}"})
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
