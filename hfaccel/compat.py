@@ -3,28 +3,157 @@
 from __future__ import annotations
 
 import copy
+import dis
+import inspect
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
 
 from torch import nn
 
+from hfaccel.errors import PatchError
 
 
-def private_config(model: nn.Module, on_undo: Callable[[Callable[[], None]], None]) -> None:
-    """Give the model, and every submodule that refers to its config, a copy of its own.
+def private_config(root: nn.Module, on_undo: Callable[[Callable[[nn.Module], None]], None]) -> None:
+    """Give the model, its wrapper and every submodule that refers to its config, a copy of their own.
 
     Two models built from one config object share it, and would change together.
     """
     memo: dict[int, object] = {}
-    for module in model.modules():
-        shared = vars(module).get("config")
-        if shared is None or not hasattr(shared, "to_dict"):
+    copies: dict[int, tuple[object, object]] = {}  # id of a copy -> the copy and what it is a copy of
+
+    def undo(root: nn.Module) -> None:
+        for module in root.modules():
+            if (pair := copies.get(id(vars(module).get("config")))) is not None:
+                module.config = pair[1]
+
+    on_undo(undo)
+    for module in root.modules():
+        config = vars(module).get("config")
+        if config is None or not hasattr(config, "to_dict"):
             continue
-        if id(shared) not in memo:
+        if id(config) not in memo:
             # One memo: a text config inside a composite config stays the one its submodules hold.
-            copy.deepcopy(shared, memo)
-        module.config = memo[id(shared)]
-        on_undo(lambda module=module, shared=shared: setattr(module, "config", shared))
+            copy.deepcopy(config, memo)
+        mine = memo[id(config)]
+        copies[id(mine)] = (mine, config)
+        module.config = mine
+
+
+def checkpoint_file(model: nn.Module, place: str, name: str) -> str | None:
+    """Path of a file of the checkpoint a model came from, a folder or a hub id; None where it is not on this disk."""
+    if not place:
+        return None
+    if os.path.isdir(place):
+        path = os.path.join(place, name)
+        return path if os.path.isfile(path) else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(place, name, revision=getattr(model.config, "_commit_hash", None))
+    except HFValidationError:  # a name that is no hub id
+        return None
+    return found if isinstance(found, str) else None
+
+
+# Weights that accelerate keeps elsewhere -----------------------------------------------------------------------
+
+
+def _hooks(module: nn.Module) -> tuple:
+    hook = getattr(module, "_hf_hook", None)
+    return tuple(getattr(hook, "hooks", () if hook is None else (hook,)))
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether accelerate keeps this module's weights elsewhere and brings them in for each forward."""
+    return any(getattr(hook, "offload", False) for hook in _hooks(module))
+
+
+def check_offload(model: nn.Module) -> None:
+    """Refuse an offload that fetches the weights of a whole subtree by name: it would undo what a patch put there."""
+    for name, module in model.named_modules():
+        if is_offloaded(module) and any(getattr(hook, "place_submodules", False) for hook in _hooks(module)):
+            if next(module.children(), None) is not None:
+                raise PatchError(
+                    f"{name or type(model).__name__}: its weights are offloaded as one piece (preload_module_classes); "
+                    f"load the model without that option, or without offloading"
+                )
+
+
+@contextmanager
+def materialized(module: nn.Module) -> Iterator[None]:
+    """An offloaded module's weights in memory inside the block; anything else as it is."""
+    if not is_offloaded(module):
+        yield
+        return
+    module._hf_hook.pre_forward(module)
+    try:
+        yield
+    finally:
+        module._hf_hook.post_forward(module, None)
+
+
+def move_inputs_as(original: nn.Module, module: nn.Module) -> None:
+    """Let `module` take its inputs to the device on which accelerate ran `original`; its weights stay where they are."""
+    for hook in _hooks(original):
+        if getattr(hook, "execution_device", None) is not None:
+            from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+            add_hook_to_module(
+                module,
+                AlignDevicesHook(
+                    execution_device=hook.execution_device,
+                    io_same_device=hook.io_same_device,
+                    skip_keys=hook.skip_keys,
+                ),
+            )
+
+
+# What a module's surroundings do with its weight ---------------------------------------------------------------
+
+
+def casts_to_weight(parent: nn.Module, attribute: str) -> bool:
+    """Whether the parent's code reads `self.<attribute>.weight.dtype`, as T5 does to cast what it passes in.
+
+    Such code takes codes for weights: its activations would become integers.
+    """
+    return attribute in _cast_attributes(type(parent))
+
+
+@cache
+def _cast_attributes(cls: type) -> frozenset[str]:
+    found = set()
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] == "torch":
+            break
+        for function in vars(base).values():
+            code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+            chain: list[str] = []
+            for step in dis.get_instructions(code) if code is not None else ():
+                chain = [*chain, step.argval] if step.opname == "LOAD_ATTR" else []
+                if chain[-2:] == ["weight", "dtype"] and len(chain) > 2:
+                    found.add(chain[-3])
+    return frozenset(found)
+
+
+def untie(model: nn.Module, head: nn.Module, embedding: nn.Module) -> None:
+    """Make the config tell the truth where `head` and `embedding` no longer share a weight; it is the model's own."""
+    if head.weight is embedding.weight:
+        return
+    for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
+        if hasattr(config, "tie_word_embeddings"):
+            config.tie_word_embeddings = False
+
+
+# PEFT ----------------------------------------------------------------------------------------------------------
+
+_LORA = "peft.tuners.lora.model"
 
 
 def base_layer(module: nn.Module) -> nn.Module:
@@ -40,21 +169,94 @@ def is_adapter_part(name: str) -> bool:
     return any(part.startswith("lora_") or part in ("modules_to_save", "original_module") for part in parts)
 
 
-def is_offloaded(module: nn.Module) -> bool:
-    """Whether accelerate keeps this module's weights elsewhere and brings them in for each forward."""
-    hook = getattr(module, "_hf_hook", None)
-    hooks = getattr(hook, "hooks", (hook,))
-    return any(getattr(each, "offload", False) for each in hooks)
+class _PeftArrives(MetaPathFinder):
+    """Watches for the import of PEFT's LoRA model, and teaches it packed weights when it comes."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != _LORA:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module):
+                execute(module)
+                _teach(module)
+
+            spec.loader.exec_module = exec_module
+        return spec
 
 
-@contextmanager
-def materialized(module: nn.Module) -> Iterator[None]:
-    """An offloaded module's weights in memory inside the block; anything else as it is."""
-    if not is_offloaded(module):
-        yield
+def extend_peft() -> None:
+    """Let PEFT make LoRA layers that merge into packed weights; now, or when the user imports PEFT.
+
+    PEFT's own LoRA layer would add a merged adapter to the codes. For models without packed weights nothing changes.
+    """
+    if _LORA in sys.modules:
+        _teach(sys.modules[_LORA])
+    elif not any(isinstance(finder, _PeftArrives) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _PeftArrives())
+
+
+def _teach(lora_model) -> None:
+    default = lora_model.dispatch_default
+    if getattr(default, "_hfaccel", False):
         return
-    module._hf_hook.pre_forward(module)
-    try:
-        yield
-    finally:
-        module._hf_hook.post_forward(module, None)
+
+    def dispatch_default(target, adapter_name, config, **kwargs):
+        from hfaccel.quant.linear import is_packed
+
+        if is_packed(base_layer(target)):
+            return import_module("hfaccel.lora.packed").dispatch(target, adapter_name, config, **kwargs)
+        return default(target, adapter_name, config, **kwargs)
+
+    dispatch_default._hfaccel = True
+    lora_model.dispatch_default = dispatch_default
+
+
+def fit_wrapper(wrapper: nn.Module, packed: bool) -> None:
+    """Give a LoRA layer the merge that its base needs: a packed one ours, a float one PEFT's."""
+    if _is_peft(wrapper):
+        import_module("hfaccel.lora.packed").fit(wrapper, packed)
+
+
+def check_wrapper(name: str, wrapper: nn.Module) -> None:
+    """Refuse adapters that read the float weight below them. Raises: PatchError naming adapter and module."""
+    if _is_peft(wrapper):
+        import_module("hfaccel.lora.packed").check(name, wrapper)
+
+
+def merged_adapters(model: nn.Module) -> list[str]:
+    """Names of modules into which PEFT has merged an adapter that it can take out again."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if _is_peft(module) and getattr(module, "merged_adapters", ())
+    ]
+
+
+def _is_peft(module: nn.Module) -> bool:
+    return "base_layer" in module._modules and "peft" in sys.modules
+
+
+def self_test() -> list[str]:
+    """What of the private API used here has moved; empty when all is where it was."""
+    wrong = []
+    for place, names in {
+        "transformers.modeling_utils:PreTrainedModel": (
+            "tie_weights",
+            "get_output_embeddings",
+            "set_attn_implementation",
+        ),
+        "accelerate.hooks:AlignDevicesHook": ("pre_forward", "post_forward"),
+        "peft.tuners.lora.model": ("dispatch_default",),
+        "peft.tuners.lora.layer:Linear": ("merge", "unmerge", "get_delta_weight", "resolve_lora_variant"),
+    }.items():
+        module, _, attribute = place.partition(":")
+        try:
+            owner = import_module(module)
+        except ImportError:
+            continue  # an optional package
+        owner = getattr(owner, attribute, None) if attribute else owner
+        wrong += [f"{place}.{name}" for name in names if not hasattr(owner, name)]
+    return wrong

@@ -3,7 +3,7 @@
 A tensor is journaled before it is freed: as a reference into the checkpoint the model was loaded from, if the bits
 there are those in memory, else in a safetensors file of its own under a spill folder. The original module and
 parameter objects are kept, emptied (`param.data` of zero elements), so that undoing gives back the same objects.
-A journal belongs to one process: a copied or pickled model carries none.
+A journal belongs to one process: a copied or pickled model carries none. It holds no reference to the model.
 """
 
 from __future__ import annotations
@@ -14,77 +14,134 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from hfaccel import compat
 from hfaccel.errors import PatchError
+
+_UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """A tensor's bytes, uint8, on the CPU."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def digest(tensor: Tensor) -> str:
     """Hash of a tensor's bytes."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return hashlib.blake2b(flat.view(torch.uint8).numpy() if flat.numel() else b"", digest_size=16).hexdigest()
+    return hashlib.blake2b(raw(tensor).numpy(), digest_size=16).hexdigest()
+
+
+def _signature(file: str) -> tuple[int, int, int]:
+    """What changes when a file is written to or replaced."""
+    found = os.stat(file)
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 @dataclass(frozen=True)
 class TensorRef:
-    """Bits on disk: one tensor of a safetensors file, with the hash they had when they were journaled."""
+    """Bits on disk: one tensor of a safetensors file, with the hash and the file's state when they were journaled."""
 
     file: str
     key: str
     hash: str
+    signature: tuple[int, int, int]
 
-    def read(self, device: torch.device | str = "cpu", *, verify: bool = True) -> Tensor:
-        """The tensor, memory-mapped on the CPU. Raises: PatchError if the bits are gone or differ."""
+    def read(self, *, verify: bool = True) -> Tensor:
+        """The tensor, memory-mapped; without `verify` its bits are hashed only if the file changed.
+
+        Raises: PatchError if the bits are gone or differ.
+        """
         try:
+            changed = _signature(self.file) != self.signature
             with safe_open(self.file, "pt") as file:
                 tensor = file.get_tensor(self.key)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise PatchError(f"the original of {self.key} cannot be read from {self.file}: {error}") from error
-        if verify and digest(tensor) != self.hash:
+        except _UNREADABLE as error:
+            raise PatchError(
+                f"the original of {self.key} cannot be read from {self.file}: {error}"
+            ) from error
+        if (verify or changed) and digest(tensor) != self.hash:
             raise PatchError(f"{self.key} in {self.file} is no longer the tensor that was patched")
-        return tensor.to(device)
+        return tensor
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bits in memory, until the patch is through: for models whose originals are not kept."""
+
+    tensor: Tensor
+
+    def read(self, *, verify: bool = True) -> Tensor:
+        return self.tensor
 
 
 class Checkpoint:
     """The safetensors files a model came from, by tensor name; empty when it came from nowhere on this disk."""
 
     def __init__(self, model: nn.Module) -> None:
-        folder = Path(str(getattr(model, "name_or_path", "") or ""))
-        self.files: dict[str, Path] = {}
-        if not str(folder) or not folder.is_dir():
-            return
-        index = folder / "model.safetensors.index.json"
+        self.prefix = getattr(model, "base_model_prefix", "")
+        self.files: dict[str, str] = {}
+        place = str(getattr(model, "name_or_path", "") or "")
         try:
-            if index.is_file():
-                names = json.loads(index.read_text())["weight_map"]
-                self.files = {key: folder / Path(name).name for key, name in names.items()}
-            elif (single := folder / "model.safetensors").is_file():
+            if (index := compat.checkpoint_file(model, place, "model.safetensors.index.json")) is not None:
+                names = json.loads(Path(index).read_text())["weight_map"]
+                found = {
+                    key: compat.checkpoint_file(model, place, Path(name).name) for key, name in names.items()
+                }
+                self.files = {key: file for key, file in found.items() if file is not None}
+            elif (single := compat.checkpoint_file(model, place, "model.safetensors")) is not None:
                 with safe_open(single, "pt") as file:
                     self.files = dict.fromkeys(file.keys(), single)
-        except (OSError, ValueError, KeyError, RuntimeError):
+        except _UNREADABLE:
             self.files = {}
 
+    def _keys(self, name: str) -> list[str]:
+        """Names under which the file may have what the model calls `name`."""
+        name = ".".join(part for part in name.split(".") if part != "base_layer")
+        names = (name, name.removeprefix(f"{self.prefix}."), f"{self.prefix}.{name}")
+        return [key for key in dict.fromkeys(names) if key in self.files]
+
+    def may_have(self, name: str, tensor: Tensor) -> bool:
+        """Whether a tensor of that name, shape and dtype is there; its bits are not looked at."""
+        for key in self._keys(name):
+            try:
+                with safe_open(self.files[key], "pt") as file:
+                    part = file.get_slice(key)
+                    if part.get_dtype() == _NAMES.get(tensor.dtype) and part.get_shape() == list(
+                        tensor.shape
+                    ):
+                        return True
+            except _UNREADABLE:
+                continue
+        return False
+
     def find(self, name: str, tensor: Tensor) -> TensorRef | None:
-        """A reference to `tensor` if the file holds the same bits under the same name."""
-        file = self.files.get(name)
-        if file is None or not file.is_file():
-            return None
-        try:
-            with safe_open(file, "pt") as opened:
-                stored = opened.get_tensor(name)
-        except (OSError, ValueError, RuntimeError):
-            return None
-        if stored.dtype != tensor.dtype or stored.shape != tensor.shape:
-            return None
-        hashed = digest(tensor)
-        return TensorRef(str(file), name, hashed) if digest(stored) == hashed else None
+        """A reference to `tensor` if a file holds the same bits under its name."""
+        for key in self._keys(name):
+            file = self.files[key]
+            try:
+                signature = _signature(file)
+                with safe_open(file, "pt") as opened:
+                    stored = opened.get_tensor(key)
+            except _UNREADABLE:
+                continue
+            if (
+                stored.dtype == tensor.dtype
+                and stored.shape == tensor.shape
+                and torch.equal(raw(stored), raw(tensor))
+            ):
+                return TensorRef(file, key, digest(stored), signature)
+        return None
+
+
+_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
 
 
 class Journal:
@@ -92,21 +149,37 @@ class Journal:
 
     def __init__(self, model: nn.Module, keep_original: bool = True) -> None:
         self.keep_original = keep_original
-        self.checkpoint = Checkpoint(model) if keep_original else None
-        self.swaps: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []  # parent, attribute, old, new
-        self.saved: dict[nn.Parameter, tuple[TensorRef, torch.device]] = {}
-        self.undos: list[Callable[[], None]] = []
+        self.checkpoint = Checkpoint(model)
+        self.swaps: list[tuple[nn.Module, nn.Module]] = []  # old, new
+        self.saved: dict[
+            nn.Parameter, tuple[TensorRef | Held, nn.Module]
+        ] = {}  # with the module that replaced its own
+        self.undos: list[Callable[[nn.Module], None]] = []
         self._spill: Path | None = None
-        self._pending: list[nn.Parameter] = []
+        self._written = 0
 
     # Recording -----------------------------------------------------------------------------------------------
 
-    def save(self, name: str, parameter: nn.Parameter) -> None:
-        """Journal a parameter's bits; its storage may be freed afterwards with `release`."""
-        if parameter in self.saved or not self.keep_original:
+    def check_space(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Refuse, before anything changes, what the spill folder has no room for."""
+        if not self.keep_original:
             return
-        ref = self.checkpoint.find(name, parameter) or self._write(name, parameter)
-        self.saved[parameter] = (ref, parameter.device)
+        need = sum(
+            t.numel() * t.element_size() for name, t in tensors if not self.checkpoint.may_have(name, t)
+        )
+        root = spill_root()
+        there = next((place for place in (root, *root.parents) if place.is_dir()), Path("/"))
+        if need > (free := shutil.disk_usage(there).free):
+            raise PatchError(_no_room(need, free))
+
+    def save(self, name: str, parameter: nn.Parameter, new: nn.Module) -> None:
+        """Journal a parameter's bits; its storage may be freed afterwards with `release`."""
+        if parameter in self.saved:
+            return
+        ref = self.checkpoint.find(name, parameter)
+        if ref is None:
+            ref = self._write(name, parameter) if self.keep_original else Held(parameter.data)
+        self.saved[parameter] = ref, new
 
     def release(self, parameter: nn.Parameter) -> None:
         """Free a journaled parameter's storage; the object stays."""
@@ -114,70 +187,87 @@ class Journal:
 
     def swap(self, parent: nn.Module, attribute: str, new: nn.Module) -> None:
         old = getattr(parent, attribute)
+        if not self.swaps or self.swaps[-1] != (old, new):
+            self.swaps.append((old, new))
         setattr(parent, attribute, new)
-        self.swaps.append((parent, attribute, old, new))
-        self.undos.append(lambda: setattr(parent, attribute, old))
+        compat.fit_wrapper(parent, True)
 
-    def on_undo(self, undo: Callable[[], None]) -> None:
+    def on_undo(self, undo: Callable[[nn.Module], None]) -> None:
+        """`undo(model)` is called when the patch is taken back."""
         self.undos.append(undo)
+
+    def keep_files_of(self, folder: Path) -> None:
+        """Copy the originals that lie in `folder` into the spill folder: the files there are about to be replaced."""
+        folder = Path(os.path.realpath(folder))
+        for parameter, (ref, new) in list(self.saved.items()):
+            if isinstance(ref, TensorRef) and folder in Path(os.path.realpath(ref.file)).parents:
+                self.saved[parameter] = self._write(ref.key, ref.read()), new
+
+    def done(self) -> None:
+        """The patch is through: what was held for its rollback alone goes."""
+        if not self.keep_original:
+            self.saved.clear()
 
     def _write(self, name: str, tensor: Tensor) -> TensorRef:
         if self._spill is None:
-            root = os.environ.get("HFACCEL_SPILL_DIR") or tempfile.gettempdir()
+            root = spill_root()
             try:
-                Path(root).mkdir(parents=True, exist_ok=True)
+                root.mkdir(parents=True, exist_ok=True)
                 self._spill = Path(tempfile.mkdtemp(prefix="hfaccel-spill-", dir=root))
             except OSError as error:
                 raise PatchError(f"HFACCEL_SPILL_DIR={root}: cannot be written: {error}") from error
-            weakref.finalize(self, shutil.rmtree, str(self._spill), ignore_errors=True)
-        need, free = tensor.numel() * tensor.element_size(), shutil.disk_usage(self._spill).free
-        if need > free:
-            raise PatchError(
-                f"keeping the original of {name} needs {need:,} bytes under {self._spill.parent}, {free:,} are free: "
-                f"set HFACCEL_SPILL_DIR to a larger disk or pass keep_original=False"
-            )
-        file = self._spill / f"{len(self.saved):05d}.safetensors"
+            weakref.finalize(self, _remove, str(self._spill), os.getpid())
+        file = self._spill / f"{self._written:05d}.safetensors"
+        self._written += 1
         plain = tensor.detach().cpu().contiguous()
-        save_file({name: plain}, file)
-        return TensorRef(str(file), name, digest(plain))
+        need, free = plain.numel() * plain.element_size(), shutil.disk_usage(self._spill).free
+        try:
+            if need > free:
+                raise OSError("no space left")
+            save_file({name: plain}, file)
+        except (OSError, SafetensorError) as error:
+            raise PatchError(f"{name}: {error}. {_no_room(need, free)}") from error
+        return TensorRef(str(file), name, digest(plain), _signature(str(file)))
 
     # Undoing -------------------------------------------------------------------------------------------------
 
-    def restore(self) -> None:
-        """Put every module and tensor back, newest first. Reads all tensors before it changes any module."""
-        if not self.keep_original and self.swaps:
-            raise PatchError("the originals were not kept (keep_original=False): load the model again instead")
-        emptied = {p: self.saved[p] for p in self.saved if p.numel() == 0}
-        bits = {parameter: ref.read(device) for parameter, (ref, device) in emptied.items()}
+    def restore(self, model: nn.Module) -> None:
+        """Put every module and tensor back. Raises: PatchError, and nothing has changed, if the bits are not to be had."""
+        self._require_kept()
+        # Clones: the file may be a spill file that goes away, or be rewritten under the map.
+        bits = {
+            parameter: self._read(parameter).clone() for parameter in self.saved if parameter.numel() == 0
+        }
         for parameter, tensor in bits.items():
-            # A clone: the file may be a spill file that goes away, or be rewritten under the map.
-            parameter.data = tensor.clone()
-        self.rollback()
+            parameter.data = tensor
+        self._undo(model)
 
-    def rollback(self) -> None:
-        """Undo every change, newest first; tensors freed by a patch that failed are read back."""
-        for parameter, (ref, device) in self.saved.items():
+    def rollback(self, model: nn.Module) -> None:
+        """Undo every change of a patch that failed."""
+        lost = []
+        for parameter in self.saved:
             if parameter.numel() == 0:
-                parameter.data = ref.read(device).clone()
-        for undo in reversed(self.undos):
-            undo()
-        self.close()
+                try:
+                    parameter.data = self._read(parameter).clone()
+                except (
+                    PatchError
+                ) as error:  # somebody removed the file in between; the rest is still put back
+                    lost.append(str(error))
+        self._undo(model)
+        if lost:
+            raise PatchError(f"{len(lost)} tensors are lost: {lost[0]}")
 
-    def borrow(self) -> Callable[[], None]:
+    def borrow(self, model: nn.Module) -> Callable[[], None]:
         """Show the originals (memory-mapped) in place of the patched modules; the result puts those back."""
-        if not self.keep_original and self.swaps:
-            raise PatchError("the originals were not kept (keep_original=False): there is nothing to compare with")
-        emptied = [p for p in self.saved if p.numel() == 0]
-        mapped = {p: self.saved[p][0].read(self.saved[p][1], verify=False) for p in emptied}
+        self._require_kept()
+        mapped = {p: self._read(p, verify=False) for p in self.saved if p.numel() == 0}
         for parameter, tensor in mapped.items():
             parameter.data = tensor
-        for parent, attribute, old, _ in reversed(self.swaps):
-            setattr(parent, attribute, old)
+        _exchange(model, [(new, old) for old, new in self.swaps])
 
         def give_back() -> None:
-            for parent, attribute, _, new in self.swaps:
-                setattr(parent, attribute, new)
-            for parameter in emptied:
+            _exchange(model, self.swaps)
+            for parameter in mapped:
                 self.release(parameter)
 
         return give_back
@@ -186,5 +276,57 @@ class Journal:
         """Forget everything and remove the spill files."""
         self.swaps, self.saved, self.undos = [], {}, []
         if self._spill is not None:
-            shutil.rmtree(self._spill, ignore_errors=True)
+            _remove(str(self._spill), os.getpid())
             self._spill = None
+
+    def _require_kept(self) -> None:
+        if not self.keep_original and self.swaps:
+            raise PatchError(
+                "the originals were not kept (keep_original=False): load the model again instead"
+            )
+
+    def _read(self, parameter: nn.Parameter, *, verify: bool = True) -> Tensor:
+        """A parameter's bits, on the device where the module that replaced its own is now."""
+        ref, new = self.saved[parameter]
+        device = next((p.device for p in new.parameters(recurse=False)), torch.device("cpu"))
+        return ref.read(verify=verify).to(device)
+
+    def _undo(self, model: nn.Module) -> None:
+        _exchange(model, [(new, old) for old, new in self.swaps])
+        for undo in reversed(self.undos):
+            undo(model)
+        self.close()
+
+
+def _exchange(model: nn.Module, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+    """Put the second of each pair wherever the model has the first, wherever adapters have moved it."""
+    other = {id(there): (there, back) for there, back in pairs}
+    for parent in list(model.modules()):
+        for key, child in parent._modules.items():
+            if (pair := other.get(id(child))) is None:
+                continue
+            there, back = pair
+            back.train(there.training)
+            for name, buffer in back._buffers.items():  # the parameters come along by themselves
+                at = next((p.device for p in there.parameters(recurse=False)), None)
+                if buffer is not None and at is not None and buffer.device != at:
+                    back._buffers[name] = buffer.to(at)
+            parent._modules[key] = back
+            compat.fit_wrapper(parent, bool(vars(back).get("layout")))
+
+
+def spill_root() -> Path:
+    return Path(os.environ.get("HFACCEL_SPILL_DIR") or tempfile.gettempdir())
+
+
+def _no_room(need: int, free: int) -> str:
+    return (
+        f"keeping the originals needs {need:,} bytes under {spill_root()}, {free:,} are free: set HFACCEL_SPILL_DIR to "
+        f"a larger disk or pass keep_original=False"
+    )
+
+
+def _remove(folder: str, pid: int) -> None:
+    """Remove a spill folder, but never in a forked child, whose parent still reads it."""
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)

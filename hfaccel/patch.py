@@ -8,24 +8,23 @@ import gc
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from hfaccel import checkpoint, compat
-from hfaccel.anatomy import Anatomy, anatomy, builtin_ignore
 from hfaccel.errors import AlreadyPatched, PatchError
 from hfaccel.journal import Journal
-from hfaccel.match import select
-from hfaccel.quant.head import Head
-from hfaccel.quant.linear import QuantEmbedding, packed_like
 from hfaccel.progress import progress_bar
-from hfaccel.quant.rounding import Rounding, is_matrix
+from hfaccel.quant.linear import is_packed, packed_like
+from hfaccel.quant.rounding import Rounding
 from hfaccel.recipe import PatchConfig
-from hfaccel.report import Report, build_report
+from hfaccel.report import Report, build_report, model_bytes
+from hfaccel.sites import Plan, check_materialized
 from hfaccel.transform import Record, Site, Transform, Unit
 
 log = logging.getLogger("hfaccel")
@@ -36,7 +35,7 @@ class State:
     """What a patched model carries as `model._hfaccel`.
 
     `journal` is None on a deep or pickled copy and on a model loaded from a patched folder: their originals are not
-    theirs to give back.
+    theirs to give back. `bytes_before` is None there.
     """
 
     config: PatchConfig
@@ -45,23 +44,22 @@ class State:
     journal: Journal | None = None
     lock: threading.RLock = field(default_factory=threading.RLock)
     origin: str = "patch"  # or "loaded", "copy"
-    weights_version: int = 0
+    bytes_before: int | None = None
+    lent: bool = False  # inside `original`
 
     def __deepcopy__(self, memo: dict) -> State:
-        return State(
-            self.config,
-            copy.deepcopy(self.records),
-            dict(self.skipped),
-            origin="copy",
-            weights_version=self.weights_version,
+        return _restore_state(
+            self.config.to_dict(), copy.deepcopy(self.records), dict(self.skipped), self.bytes_before
         )
 
     def __reduce__(self):
-        return _restore_state, (self.config.to_dict(), self.records, self.skipped, self.weights_version)
+        return _restore_state, (self.config.to_dict(), self.records, self.skipped, self.bytes_before)
 
 
-def _restore_state(config: dict, records: list[Record], skipped: dict[str, str], version: int) -> State:
-    return State(PatchConfig.from_dict(config), records, skipped, origin="copy", weights_version=version)
+def _restore_state(
+    config: dict, records: list[Record], skipped: dict[str, str], bytes_before: int | None
+) -> State:
+    return State(PatchConfig.from_dict(config), records, skipped, origin="copy", bytes_before=bytes_before)
 
 
 def patch(
@@ -97,22 +95,27 @@ def patch(
         raise AlreadyPatched(
             f"the model is patched with {state.config.describe()!r} already; call hfaccel.unpatch(model) first"
         )
-    if config is None:
+    check_materialized(target)
+    if config is None or config == "auto":
         from hfaccel.auto import choose
 
-        check_materialized(target)
         config = choose(target, tokenizer=tokenizer, progress=progress)
     config = PatchConfig.of(config)
+    root = model if isinstance(model, nn.Module) else target
     plan = Plan.of(target, config)
-    state = State(config, journal=Journal(target, keep_original))
+    journal = Journal(target, keep_original)
+    journal.check_space(plan.replaced())
+    state = State(config, skipped=plan.skipped, journal=journal, bytes_before=model_bytes(target))
     try:
-        _apply(target, plan, state, progress)
+        _apply(root, target, plan, state, progress)
+        target._hfaccel = state
     except BaseException:
-        state.journal.rollback()
+        vars(target).pop("_hfaccel", None)
+        journal.rollback(target)
         raise
     finally:
         release_memory()
-    target._hfaccel = state
+    journal.done()
     return model
 
 
@@ -125,8 +128,8 @@ def unpatch(model: Any) -> Any:
     target = inner_model(model)
     state = require_state(target)
     journal = require_journal(state)
-    with state.lock:
-        journal.restore()
+    with _alone(target, state, "unpatch(model)"):
+        journal.restore(target)
         del target._hfaccel
     release_memory()
     return model
@@ -134,21 +137,45 @@ def unpatch(model: Any) -> Any:
 
 @contextmanager
 def original(model: Any) -> Iterator[Any]:
-    """The unpatched behaviour inside the block: original modules over memory-mapped weights.
+    """The unpatched behaviour inside the block: original modules over memory-mapped weights, transformers' `generate`.
 
-    Takes the model's lock, and refuses while another thread generates.
+    Takes the model's lock, and refuses while another thread generates; one that starts to meanwhile waits.
     """
     target = inner_model(model)
     state = require_state(target)
     journal = require_journal(state)
-    if not state.lock.acquire(blocking=False):
-        raise PatchError("another thread is generating with this model; original(model) would change it under its feet")
-    try:
-        give_back = journal.borrow()
+    if state.lent and state.lock.acquire(blocking=False):  # inside another block of the same thread
+        try:
+            yield model
+        finally:
+            state.lock.release()
+        return
+    with _alone(target, state, "original(model)"):
+        give_back = journal.borrow(target)
+        state.lent = True
         try:
             yield model
         finally:
             give_back()
+            state.lent = False
+
+
+@contextmanager
+def _alone(model: nn.Module, state: State, what: str) -> Iterator[None]:
+    """The model for this thread alone. Raises: PatchError while it generates, or is lent, or has merged adapters."""
+    from hfaccel.generate import mixin
+
+    if not state.lock.acquire(blocking=False):
+        raise PatchError(f"{what}: another thread has the original behaviour of this model")
+    try:
+        if state.lent:
+            raise PatchError(f"{what}: inside original(model); leave that block first")
+        if merged := compat.merged_adapters(model):
+            raise PatchError(
+                f"{what}: an adapter is merged into {merged[0]}; call unmerge_adapter() first, or merge_and_unload()"
+            )
+        with mixin.alone(model, what):
+            yield
     finally:
         state.lock.release()
 
@@ -194,142 +221,93 @@ def require_journal(state: State) -> Journal:
     return state.journal
 
 
-def check_materialized(model: nn.Module) -> None:
-    """Refuse parameters without data, except those an offload hook holds elsewhere."""
-    for name, module in model.named_modules():
-        if compat.is_offloaded(module):
-            continue
-        for key, tensor in module._parameters.items():
-            if tensor is not None and tensor.is_meta:
-                raise PatchError(
-                    f"{name + '.' if name else ''}{key} is on the meta device and has no data; load the weights first"
-                )
-
-
-@dataclass
-class Plan:
-    """Every site of every transform, found and checked before anything changes."""
-
-    anatomy: Anatomy
-    work: list[tuple[Transform, list[Site]]]
-    finishers: list[Transform]
-
-    @classmethod
-    def of(cls, model: nn.Module, config: PatchConfig) -> Plan:
-        check_materialized(model)
-        parts = anatomy(model)
-        transforms = list(config.transforms)
-        weighted = [t for t in transforms if t.rounds and not isinstance(t, Head)]
-        if any(t.targets is None for t in weighted) and not any(isinstance(t, Head) for t in transforms):
-            named = {name for t in weighted if t.targets is not None for name in _names(model, t, parts)}
-            if parts.head not in named:
-                transforms.append(Head())
-        transforms.sort(key=lambda t: t.stage)
-        modules = _aliases(model)
-        work, owner = [], {}
-        for transform in transforms:
-            transform.check(model)
-            sites = _sites(model, transform, parts, modules)
-            for site in sites if transform.rounds else ():
-                if id(site.module) in owner:
-                    raise PatchError(
-                        f"{site.name}: rounded by both {owner[id(site.module)].step()!r} and {transform.step()!r}; "
-                        f"narrow their targets so that each weight is rounded once"
-                    )
-                owner[id(site.module)] = transform
-            work.append((transform, sites))
-        return cls(parts, work, transforms)
-
-
-def _aliases(model: nn.Module) -> dict[int, list[str]]:
-    """Every dotted name of every module, by identity, without the wrappers an adapter put around it."""
-    out: dict[int, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        out.setdefault(id(module), []).append(name)
-    return out
-
-
-def _names(model: nn.Module, transform: Transform, parts: Anatomy) -> list[str]:
-    """Names of a LINEAR transform's sites, in the model's order."""
-    default = transform.default_targets(parts)
-    if transform.targets is None:
-        return select(list(default), None, transform.ignore, ())
-    candidates = [name for name in parts.matrices if is_matrix(compat.base_layer(matrix_owner(model, name)))]
-    ignored = builtin_ignore(parts) if transform.rounds else [n for n in candidates if n not in set(default)]
-    return select(candidates, transform.targets, transform.ignore, ignored)
-
-
-def matrix_owner(model: nn.Module, name: str) -> nn.Module:
-    """The module a matrix's name leads to: itself, or the fused experts that hold it as a 3-D parameter."""
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return model.get_submodule(name.rpartition(".")[0])
-
-
-def _sites(model: nn.Module, transform: Transform, parts: Anatomy, modules: dict[int, list[str]]) -> list[Site]:
-    if transform.unit is Unit.MODEL:
-        return [Site(model, "", aliases=("",))]
-    if transform.unit is Unit.BLOCK:
-        return [Site(b.module, b.name, block=i, aliases=(b.name,)) for i, b in enumerate(parts.blocks)]
-    feeders = {reader: group.feeder for group in parts.groups for reader in group.readers}
-    positions = {block.name: i for i, block in enumerate(parts.blocks)}
-    out, seen = [], set()
-    for name in _names(model, transform, parts):
-        module = compat.base_layer(matrix_owner(model, name))
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        block, role = parts.locate(name)
-        aliases = tuple(modules[id(module)])
-        at = None if block is None else positions[block.name]
-        out.append(Site(module, aliases[0], role, at, feeders.get(name), aliases))
-    return out
-
-
 # Applying ------------------------------------------------------------------------------------------------------
 
 
-def _apply(model: nn.Module, plan: Plan, state: State, progress: bool) -> None:
+@torch.no_grad()
+def _apply(root: nn.Module, model: nn.Module, plan: Plan, state: State, progress: bool) -> None:
     journal = state.journal
-    compat.private_config(model, journal.on_undo)
+    compat.private_config(root, journal.on_undo)
     slots = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
+    places = _places(root)
     total = sum(len(sites) for transform, sites in plan.work if transform.unit is Unit.LINEAR)
     with progress_bar("patching", total, progress) as advance:
         for transform, sites in plan.work:
-            shared: dict[Any, nn.Module] = {}  # one packed tensor for every site of this transform over one weight
+            shared: dict[
+                Any, nn.Module
+            ] = {}  # one packed tensor for every site of this transform over one weight
             for site in sites:
-                _apply_site(model, transform, site, state, slots, shared)
+                _apply_site(transform, site, state, slots, places, shared)
                 advance()
-    untie_config(model, plan.anatomy, journal)
-    for transform in plan.finishers:
+    parts = plan.anatomy
+    if parts.tied and parts.head:
+        compat.untie(
+            model,
+            compat.base_layer(model.get_submodule(parts.head)),
+            compat.base_layer(model.get_submodule(parts.embeddings["tok"])),
+        )
+    settle(model, [transform for transform, _ in plan.work], state, journal.on_undo)
+
+
+def settle(
+    model: nn.Module,
+    transforms: list[Transform],
+    state: State,
+    on_undo: Callable[[Callable[[nn.Module], None]], None],
+) -> None:
+    """What follows the change of modules, in `patch` and in loading: marks, refusals, the runtime.
+
+    The config must be the model's own. `on_undo` takes functions of the model that take a step back.
+    """
+    for transform in transforms:
         transform.finish(model)
-    checkpoint.mark(model, state, journal.on_undo)
-    if any(isinstance(module, QuantEmbedding) for module in model.modules()):
+    checkpoint.mark(model, state, on_undo)
+    ends = (getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output"))
+    if any(end is not None and is_packed(compat.base_layer(end)) for end in ends):
+        on_undo(lambda model: vars(model).pop("resize_token_embeddings", None))
         model.resize_token_embeddings = refuse_resize  # a plain function: deepcopy and pickle take it along
-        journal.on_undo(lambda: vars(model).pop("resize_token_embeddings", None))
-    install_runtime(model, plan.finishers, journal.on_undo)
+    install_runtime(model, transforms, on_undo)
 
 
-def install_runtime(model: nn.Module, transforms: list[Transform], on_undo: Any) -> None:
+def install_runtime(
+    model: nn.Module,
+    transforms: list[Transform],
+    on_undo: Callable[[Callable[[nn.Module], None]], None],
+) -> None:
     """Let `generate` run over the paged cache and the fastest executor; models that do not generate stay."""
     from hfaccel.generate import mixin
 
     if not hasattr(model, "generate") or not model.can_generate():
         return
     bits = next((t.bits for t in transforms if t.name == "kv"), None)
+    on_undo(mixin.uninstall)
     mixin.install(model, kv_bits=bits)
-    on_undo(lambda: mixin.uninstall(model))
 
 
 def refuse_resize(*args: Any, **kwargs: Any) -> None:
     raise PatchError(
-        "resize_token_embeddings: the embedding is quantized; call hfaccel.unpatch(model), resize, and patch again"
+        "resize_token_embeddings: the embedding or the head is quantized; call hfaccel.unpatch(model), resize, and "
+        "patch again"
     )
 
 
+def _places(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Where each module hangs: by identity, every parent and attribute, wrappers around the model included."""
+    out: dict[int, list[tuple[nn.Module, str]]] = {}
+    for parent in root.modules():
+        for key, child in parent._modules.items():
+            if child is not None:
+                out.setdefault(id(child), []).append((parent, key))
+    return out
+
+
 def _apply_site(
-    model: nn.Module, transform: Transform, site: Site, state: State, slots: Counter, shared: dict[Any, nn.Module]
+    transform: Transform,
+    site: Site,
+    state: State,
+    slots: Counter,
+    places: dict[int, list[tuple[nn.Module, str]]],
+    shared: dict[Any, nn.Module],
 ) -> None:
     with compat.materialized(site.module):
         weight = site.module._parameters.get("weight")
@@ -342,39 +320,27 @@ def _apply_site(
             return
         if weight is not None and isinstance(transform, Rounding):
             shared[weight] = new
-        state.records.append(
-            Record(
-                site.name,
-                type(site.module).__name__,
-                transform.step(),
-                tensor_bytes(site.module),
-                0 if twin is not None else tensor_bytes(new),
-                detail=getattr(new, "extra_repr", str)(),
-            )
+        record = Record(
+            site.name,
+            type(site.module).__name__,
+            transform.step(),
+            0 if twin is not None else tensor_bytes(site.module),
+            0 if twin is not None else tensor_bytes(new),
+            detail=getattr(new, "extra_repr", str)(),
         )
-    # Freed names are journaled under the name the checkpoint would know them by.
-    gone: dict[nn.Parameter, str] = {}
-    for alias in site.aliases:
-        parent, _, attribute = alias.rpartition(".")
-        state.journal.swap(model.get_submodule(parent), attribute, new)
-        for key, parameter in site.module._parameters.items():
-            if parameter is not None and not any(parameter is kept for kept in new.parameters(recurse=False)):
-                slots[parameter] -= 1
-                gone.setdefault(parameter, f"{site.name}.{key}")
-    for parameter, name in gone.items():
+    compat.move_inputs_as(site.module, new)
+    state.records.append(record)
+    for parent, attribute in places[id(site.module)]:
+        state.journal.swap(parent, attribute, new)
+    kept = {id(parameter) for parameter in new.parameters(recurse=False)}
+    for key, parameter in site.module._parameters.items():
+        if parameter is None or id(parameter) in kept:
+            continue
+        slots[parameter] -= len(site.aliases)
         if slots[parameter] <= 0 and not parameter.is_meta:
-            state.journal.save(name, parameter)
+            # Under the name by which the checkpoint would know it.
+            state.journal.save(f"{site.name}.{key}", parameter, new)
             state.journal.release(parameter)
-
-
-def untie_config(model: nn.Module, parts: Anatomy, journal: Journal) -> None:
-    """config.tie_word_embeddings says whether head and embedding are still one tensor."""
-    if not (parts.tied and parts.head):
-        return
-    head = compat.base_layer(model.get_submodule(parts.head))
-    embedding = compat.base_layer(model.get_submodule(parts.embeddings["tok"]))
-    if head.weight is not embedding.weight:
-        model.config.tie_word_embeddings = False  # the config is private by now: nothing to undo
 
 
 def tensor_bytes(module: nn.Module) -> int:

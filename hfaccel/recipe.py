@@ -29,7 +29,9 @@ class PatchConfig:
     def __post_init__(self) -> None:
         for transform in self.transforms:
             if not isinstance(transform, Transform):
-                raise PatchError(f"{transform!r} is not a transform; known are {', '.join(sorted(TRANSFORMS))}")
+                raise PatchError(
+                    f"{transform!r} is not a transform; known are {', '.join(sorted(TRANSFORMS))}"
+                )
 
     @classmethod
     def of(cls, config: PatchConfig | str | Transform | dict | Iterable[Transform]) -> PatchConfig:

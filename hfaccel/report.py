@@ -53,7 +53,9 @@ class Report:
             rows.append(
                 (pattern, layout_of(group[0]), str(len(group)), f"{before / 1e6:.2f}", f"{after / 1e6:.2f}")
             )
-        rows.append(("whole model", "", "", f"{self.bytes_before / 1e6:.2f}", f"{self.model_bytes / 1e6:.2f}"))
+        rows.append(
+            ("whole model", "", "", f"{self.bytes_before / 1e6:.2f}", f"{self.model_bytes / 1e6:.2f}")
+        )
         out = [f"hfaccel: {self.recipe}", table(rows)]
         out += [f"{name}: {value}" for name, value in self.runs.items()]
         out += [f"kernel of {name}: {value}" for name, value in self.backends.items()]
@@ -92,22 +94,42 @@ def _is_number(text: str) -> bool:
 
 def model_bytes(model: nn.Module) -> int:
     """Bytes of every parameter and buffer, shared storage counted once."""
-    tensors = {t.data_ptr(): t for t in [*model.parameters(), *model.buffers()] if t.numel() and not t.is_meta}
+    tensors = {
+        t.data_ptr(): t for t in [*model.parameters(), *model.buffers()] if t.numel() and not t.is_meta
+    }
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def build_report(model: nn.Module, state: State) -> Report:
-    from hfaccel.generate.mixin import explain
-    from hfaccel.quant.linear import QuantLinear
+    from hfaccel.quant.linear import QuantExperts, QuantLinear, describe
     from hfaccel_kernels.dispatch import explain as explain_backend
 
-    now = model_bytes(model)
-    changed = sum(r.bytes_before - r.bytes_after for r in state.records)
-    runs = {"forward": f"{type(model).__name__} modules"} | explain(model)
+    now, before = model_bytes(model), state.bytes_before
+    if before is None:  # loaded packed: what the records say
+        before = now + sum(r.bytes_before - r.bytes_after for r in state.records)
     backends = {}
     for module in model.modules():
-        if isinstance(module, QuantLinear):
-            key = layout_of(Record("", "", "", 0, 0, module.extra_repr()))
-            if key not in backends:
-                backends[key] = explain_backend("qlinear", module.weight.device.type)
-    return Report(state.config.describe(), state.records, state.skipped, now, now + changed, runs, backends)
+        if (
+            isinstance(module, QuantLinear | QuantExperts)
+            and (key := describe(module.layout)) not in backends
+        ):
+            device = next(module.parameters()).device.type
+            backends[key] = explain_backend("qlinear", device, model.dtype, module.layout)
+    runs = {"forward": f"the {type(model).__name__} modules", "generate": _generate(model)}
+    return Report(state.config.describe(), state.records, state.skipped, now, before, runs, backends)
+
+
+def _generate(model: nn.Module) -> str:
+    """What serves `generate`, and why not something faster."""
+    from hfaccel.generate import mixin
+
+    if not hasattr(model, mixin.ATTRIBUTE):
+        return f"transformers' own loop: {type(model).__name__} has no runtime"
+    found = mixin.explain(model)
+    reasons = [f"{name}: {why}" for name, why in (found.get("passed_over") or {}).items()]
+    reasons += [f"{why} ({times} calls)" for why, times in found["fallbacks"].items()]
+    if found["executor"] is None:
+        return f"transformers' own loop: {found['why']}"
+    pages = f"INT{found['kv_bits']} pages" if found["kv_bits"] else "pages in the model's dtype"
+    said = [f"executor {found['executor']}", pages, found["why"] or "", *reasons]
+    return "; ".join(filter(None, said))

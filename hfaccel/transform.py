@@ -70,7 +70,9 @@ class Transform:
     stage: ClassVar[Stage]
     unit: ClassVar[Unit] = Unit.LINEAR
     rounds: ClassVar[bool] = False  # changes stored codes: at most one such transform a weight
-    steps: ClassVar[tuple[tuple[str, str], ...]] = ()  # recipe steps and one line on each, for `hfaccel recipes`
+    steps: ClassVar[
+        tuple[tuple[str, str], ...]
+    ] = ()  # recipe steps and one line on each, for `hfaccel recipes`
 
     targets: tuple[str, ...] | None = None
     ignore: tuple[str, ...] | None = None
@@ -137,7 +139,9 @@ class Transform:
         known = {field.name for field in fields(cls)}
         given = {key: value for key, value in data.items() if key != "name"}
         if unknown := sorted(set(given) - known):
-            raise UnknownName(f"{cls.name}: unknown field {unknown[0]!r}; known are {', '.join(sorted(known))}")
+            raise UnknownName(
+                f"{cls.name}: unknown field {unknown[0]!r}; known are {', '.join(sorted(known))}"
+            )
         return cls(**{key: tuple(v) if isinstance(v, list) else v for key, v in given.items()})
 
 

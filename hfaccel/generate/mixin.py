@@ -27,6 +27,7 @@ from hfaccel.runtime.modules import WHOLE_INPUT_ROPE, rope_types, unpackable
 from hfaccel.runtime.runner import Runner, strict
 
 ATTRIBUTE = "_hfaccel_runtime"
+ORIGINAL = "original(model)"
 CACHE_NAMES = ("cache", "past_key_values")
 KNOWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict", *CACHE_NAMES}
 BEAMS = {GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE}
@@ -42,9 +43,11 @@ class Runtime:
         self.fallbacks: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()  # executor -> generate calls it served
         self.active = 0
+        self.owner: int | None = None  # thread that has the model for itself, see `alone`
         self._runner: Runner | None = None
         self._process = os.getpid()
         self._lock = threading.RLock()
+        self._free = threading.Condition(self._lock)
 
     def __reduce__(self):
         return Runtime, (self.kv_bits, self.page_tokens, self.attention)
@@ -59,15 +62,46 @@ class Runtime:
                 self._runner = Runner(model, kv_bits=self.kv_bits, page_tokens=self.page_tokens)
             return self._runner
 
+    @property
+    def mine(self) -> bool:
+        """Whether this thread has the model for itself."""
+        return self.owner == threading.get_ident()
+
     @contextmanager
     def working(self):
         with self._lock:
+            while self.owner not in (None, threading.get_ident()):
+                self._free.wait()
             self.active += 1
         try:
             yield
         finally:
             with self._lock:
                 self.active -= 1
+
+
+@contextmanager
+def alone(model: nn.Module, what: str):
+    """No other thread generates meanwhile: one that starts to waits. Generation by this thread is transformers' own.
+
+    Raises: PatchError if a `generate` is under way.
+    """
+    state = vars(model).get(ATTRIBUTE)
+    if state is None:
+        yield
+        return
+    with state._lock:
+        if state.active:
+            raise PatchError(
+                f"{what}: a thread is generating with this model; it would change under its feet"
+            )
+        state.owner = threading.get_ident()
+    try:
+        yield
+    finally:
+        with state._lock:
+            state.owner = None
+            state._free.notify_all()
 
 
 def runtime(model: nn.Module) -> Runtime:
@@ -114,6 +148,8 @@ class RunnerMixin:
         if name is None or generation_config.cache_implementation is not None or unpackable(self):
             return done
         state = runtime(self)
+        if state.mine:
+            return done
         paged = generation_mode in BEAMS or state.kv_bits is not None
         if paged and not rope_types(self.config) & {"longrope"}:
             model_kwargs[name] = PagedCache(state.runner(self).pool, self.config.num_hidden_layers)
@@ -131,13 +167,24 @@ class RunnerMixin:
         **model_kwargs,
     ):
         state = runtime(self)
-        reason = _why_not(self, generation_config, synced_gpus, model_kwargs, input_ids)
-        if reason is not None:
-            args = (input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer)
-            return _hf_loop(self, reason, super()._sample, args, {}, model_kwargs)
-        runner = state.runner(self)
-        state.calls[runner.refresh().name] += 1
         with state.working():
+            if vars(self).get(ATTRIBUTE) is not state:
+                raise PatchError("the model was unpatched while generate was starting")
+            reason = _why_not(self, generation_config, synced_gpus, model_kwargs, input_ids)
+            if state.mine or reason is not None:
+                args = (
+                    input_ids,
+                    logits_processor,
+                    stopping_criteria,
+                    generation_config,
+                    synced_gpus,
+                    streamer,
+                )
+                reason = ORIGINAL if state.mine else reason
+                sample = super()._sample
+                return _hf_loop(self, reason, sample, args, {}, model_kwargs, expected=state.mine)
+            runner = state.runner(self)
+            state.calls[runner.refresh().name] += 1
             return loop.sample(
                 runner,
                 input_ids,

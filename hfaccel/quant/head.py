@@ -9,10 +9,10 @@ from torch import Tensor
 
 from hfaccel.anatomy import Anatomy
 from hfaccel.errors import PatchError, UnknownName
+from hfaccel.quant.linear import Round
 from hfaccel.quant.rounding import Rounding
 from hfaccel.quant.rtn import round_to_nearest
 from hfaccel.transform import Transform
-from hfaccel_kernels.layouts import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,10 @@ class Head(Rounding):
 
     name: ClassVar[str] = "head"
     steps: ClassVar[tuple[tuple[str, str], ...]] = (
-        ("head8", "head in INT8, one scale a row (the default beside any weight recipe); tied embeddings share it"),
+        (
+            "head8",
+            "head in INT8, one scale a row (the default beside any weight recipe); tied embeddings share it",
+        ),
         ("head4", "head in INT4, groups of 64"),
         ("head16", "head and embedding untouched"),
     )
@@ -39,7 +42,9 @@ class Head(Rounding):
     @classmethod
     def parse(cls, rest: str, options: list[str]) -> Head:
         if rest not in ("16", "8", "4") or (rest == "16" and options):
-            raise UnknownName(f"recipe step head{rest}: known are head16, head8, head4 (options -gN, -row, -sym, -asym)")
+            raise UnknownName(
+                f"recipe step head{rest}: known are head16, head8, head4 (options -gN, -row, -sym, -asym)"
+            )
         if rest == "16":
             return cls(bits=16)
         return cls(**cls.parse_bits(rest, options)[0])
@@ -52,5 +57,5 @@ class Head(Rounding):
             return ()
         return (anatomy.head, anatomy.embeddings["tok"]) if anatomy.tied else (anatomy.head,)
 
-    def round(self, weight: Tensor, layout: Layout, stats: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        return round_to_nearest(weight, layout)
+    def rounder(self, matrix: Tensor, stats: Any) -> Round:
+        return round_to_nearest

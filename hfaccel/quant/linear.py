@@ -11,7 +11,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from hfaccel import compat
 from hfaccel_kernels.layouts import (
     ROWS,
     Layout,
@@ -30,18 +32,21 @@ _CHUNK_ELEMENTS = 1 << 22  # rows are rounded in pieces of this many elements, s
 
 
 class _Packed:
-    """What the packed modules share: storage under the names `weight`, `weight_scale`, `weight_zero`."""
+    """What the packed modules share: storage under the names `weight`, `weight_scale`, `weight_zero`.
+
+    `weights_version` counts the edits of the codes; whoever keeps results of them (a plan, cached pages) compares it.
+    """
 
     layout: Layout
+    weights_version: int = 0
 
     def _apply(self, fn, recurse=True):
         # `fn` may cast (`.to(bf16)`); scales keep their dtype and take only the device.
-        kept = {name: buffer for name, buffer in self._buffers.items() if name.endswith("_scale")}
-        by_id = {id(buffer) for buffer in kept.values()}
+        scales = {id(buffer) for name, buffer in self._buffers.items() if name.endswith("_scale")}
 
         def guarded(tensor: Tensor) -> Tensor:
             out = fn(tensor)
-            if id(tensor) in by_id and out.dtype != tensor.dtype:
+            if id(tensor) in scales and out.dtype != tensor.dtype:
                 return tensor.to(out.device)
             return out
 
@@ -55,16 +60,42 @@ class _Packed:
         self.register_buffer(f"{prefix}_scale", tensors["weight_scale"])
         self.register_buffer(f"{prefix}_zero", tensors.get("weight_zero"))
 
+
+class _PackedMatrix(_Packed):
+    """One packed weight `[out, in]`; subclasses say its `size`."""
+
+    size: tuple[int, int]
+
     @property
     def packed(self) -> dict[str, Tensor]:
-        """The stored tensors by name, shared, not copied."""
+        """The tensors of the layout by name, shared, not copied."""
         out = {"weight": self.weight, "weight_scale": self.weight_scale}
         if self.weight_zero is not None:
             out["weight_zero"] = self.weight_zero
         return out
 
+    @property
+    def stored(self) -> dict[str, Tensor | None]:
+        """What `store` takes: the tensors of the layout and the bias."""
+        return self.packed | ({"bias": self.bias} if "bias" in self._parameters else {})
 
-class QuantLinear(_Packed, nn.Linear):
+    def store(self, tensors: dict[str, Tensor | None]) -> None:
+        """Take other tensors of the same layout; the former ones are not written to."""
+        at = self.weight.device
+        self._store({name: t if t is None or t.device == at else t.to(at) for name, t in tensors.items()})
+        if "bias" in self._parameters:
+            self.bias = tensors["bias"]
+        self.weights_version += 1
+
+    def dequantize(self, tensors: dict[str, Tensor] | None = None) -> Tensor:
+        """The weight that the codes (or those of `tensors`) stand for, fp32 [out, in]."""
+        tensors = tensors or self.packed
+        return dequantize(
+            tensors["weight"], tensors["weight_scale"], tensors.get("weight_zero"), self.layout, *self.size
+        )
+
+
+class QuantLinear(_PackedMatrix, nn.Linear):
     """A linear over a packed weight, differentiable in its input.
 
     Args:
@@ -90,6 +121,11 @@ class QuantLinear(_Packed, nn.Linear):
         self.register_buffer("out_like", torch.empty(0, dtype=compute_dtype), persistent=False)
 
     @property
+    def size(self) -> tuple[int, int]:
+        """(out, in) of the weight."""
+        return self.out_features, self.in_features
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         """What an adapter on top should compute in: the dtype of the model around it."""
         return self.out_like.dtype
@@ -106,21 +142,20 @@ class QuantLinear(_Packed, nn.Linear):
             self.in_features,
         )
 
-    def dequantize(self) -> Tensor:
-        """The weight the codes stand for, fp32 [out_features, in_features]."""
-        return dequantize(
-            self.weight, self.weight_scale, self.weight_zero, self.layout, self.out_features, self.in_features
-        )
-
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {describe(self.layout)}"
 
 
-class QuantEmbedding(_Packed, nn.Embedding):
+class QuantEmbedding(_PackedMatrix, nn.Embedding):
     """Look-ups in a packed weight `[num_embeddings, embedding_dim]`; shares its tensors with a tied head.
 
-    The original's `scale` (Gemma's multiplier) and padding index are kept.
+    Args:
+        multiplier: what rows are multiplied by (Gemma, BART), or None.
+        rounds_multiplier: the multiplier is rounded to the dtype of the rows first, as Gemma does.
     """
+
+    # What PEFT's embedding layer reads of its base.
+    max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False
 
     def __init__(
         self,
@@ -131,29 +166,39 @@ class QuantEmbedding(_Packed, nn.Embedding):
         padding_idx: int | None = None,
         compute_dtype: torch.dtype = torch.float32,
         multiplier: float | None = None,
+        rounds_multiplier: bool = True,
     ) -> None:
         nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
-        self.max_norm = None
-        self.layout, self.multiplier = layout, multiplier
+        self.layout, self.multiplier, self.rounds_multiplier = layout, multiplier, rounds_multiplier
         self._store(packed)
         self.register_buffer("out_like", torch.empty(0, dtype=compute_dtype), persistent=False)
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """(rows, columns) of the weight."""
+        return self.num_embeddings, self.embedding_dim
+
+    @property
+    def embed_scale(self) -> Tensor | float:
+        """The multiplier under the name that the original module has it."""
+        if self.multiplier is None:
+            raise AttributeError("embed_scale")
+        return torch.tensor(self.multiplier) if self.rounds_multiplier else self.multiplier
+
     def forward(self, ids: Tensor) -> Tensor:
+        if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
+            low, high = ids.aminmax()
+            if low < 0 or high >= self.num_embeddings:
+                raise IndexError(
+                    f"token id {int(low if low < 0 else high)} is not in 0 .. {self.num_embeddings - 1}"
+                )
         rows = gather_rows(
             self.weight, self.weight_scale, self.weight_zero, self.layout, self.embedding_dim, ids
         ).to(self.out_like.dtype)
-        return rows if self.multiplier is None else rows * torch.tensor(self.multiplier, dtype=rows.dtype)
-
-    def dequantize(self) -> Tensor:
-        return dequantize(
-            self.weight,
-            self.weight_scale,
-            self.weight_zero,
-            self.layout,
-            self.num_embeddings,
-            self.embedding_dim,
-        )
+        if self.multiplier is None:
+            return rows
+        return rows * (self.embed_scale.to(rows.dtype) if self.rounds_multiplier else self.multiplier)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, {describe(self.layout)}"
@@ -171,8 +216,9 @@ class QuantExperts(_Packed, nn.Module):
     def __init__(self, original: nn.Module, layout: Layout, packed: dict[str, dict[str, Tensor]]) -> None:
         nn.Module.__init__(self)
         tensors = {*original._parameters, *original._buffers}
+        wrapped = {"forward", "_hf_hook", "_old_forward"}  # by accelerate, around the original
         for key, value in vars(original).items():
-            if key not in vars(self) and key not in tensors:
+            if key not in vars(self) and key not in tensors | wrapped:
                 self.__dict__[key] = value
         self._modules.update(original._modules)  # act_fn
         self.layout, self.gate_class = layout, type(original)
@@ -221,7 +267,9 @@ class QuantExperts(_Packed, nn.Module):
             if expert >= self.num_experts:  # expert parallelism marks foreign experts so
                 continue
             tokens, slot = (top_k_index == expert).nonzero(as_tuple=True)
-            gated = self.gate_class._apply_gate(self, self.project("gate_up_proj", expert, hidden_states[tokens]))
+            gated = self.gate_class._apply_gate(
+                self, self.project("gate_up_proj", expert, hidden_states[tokens])
+            )
             y = self.project("down_proj", expert, gated) * top_k_weights[tokens, slot, None]
             out.index_add_(0, tokens, y.to(out.dtype))
         return out
@@ -231,7 +279,7 @@ class QuantExperts(_Packed, nn.Module):
 
 
 def describe(layout: Layout) -> str:
-    """"int4 g64 asymmetric", for tables."""
+    """ "int4 g64 asymmetric", for tables."""
     group = "row" if layout.group == -1 else f"g{layout.group}"
     return f"int{layout.bits} {group} {'symmetric' if layout.symmetric else 'asymmetric'}"
 
@@ -242,16 +290,88 @@ def matrix_size(experts: nn.Module, name: str) -> tuple[int, int]:
     return (columns, rows) if experts.is_transposed else (rows, columns)
 
 
+def is_packed(module: nn.Module) -> bool:
+    return isinstance(module, _Packed)
+
+
 def is_fused_experts(module: nn.Module) -> bool:
-    return all(
-        isinstance(p := module._parameters.get(name), nn.Parameter) and p.dim() == 3 and p.is_floating_point()
-        for name in QuantExperts.PROJECTIONS
-    ) and hasattr(module, "is_transposed")
+    """Experts as transformers' `use_experts_implementation` describes them: gate and up in one 3-D parameter."""
+    return (
+        all(
+            isinstance(p := module._parameters.get(name), nn.Parameter)
+            and p.dim() == 3
+            and p.is_floating_point()
+            for name in QuantExperts.PROJECTIONS
+        )
+        and hasattr(module, "is_transposed")
+        and hasattr(module, "_apply_gate")
+        and getattr(module, "has_gate", True)
+        and not getattr(module, "has_post_expert_norm", False)
+    )
 
 
 def is_conv1d(module: nn.Module) -> bool:
     """transformers' Conv1D: a linear with its weight stored `[in, out]`."""
     return hasattr(module, "nf") and hasattr(module, "nx") and getattr(module, "weight", None) is not None
+
+
+def unpackable(module: nn.Module) -> str:
+    """Why a module has no packed form; "" if it has one.
+
+    A subclass with a forward of its own is tried: it must do what a linear or an embedding (times a multiplier) does.
+    """
+    kind = type(module).__name__
+    if is_packed(module):
+        return "it is packed already"
+    if is_fused_experts(module):
+        return ""
+    weight = getattr(module, "weight", None)
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return f"{kind}: its parent reads the weight itself"
+    if not (isinstance(module, nn.Linear | nn.Embedding) or is_conv1d(module)):
+        return f"{kind} has no packed form"
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dim() != 2:
+        return f"{kind}: its weight is no float matrix"
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
+        return f"{kind} renormalizes its rows or has sparse gradients"
+    if (
+        weight.is_meta
+        or type(module).forward in (nn.Linear.forward, nn.Embedding.forward)
+        or is_conv1d(module)
+    ):
+        return ""
+    return "" if _behaves(module) else f"{kind} has a forward of its own"
+
+
+@torch.no_grad()
+def _behaves(module: nn.Module) -> bool:
+    """Whether an unusual linear or embedding gives what a plain one gives."""
+    weight = module.weight
+    if isinstance(module, nn.Embedding):
+        x = torch.tensor([[0, weight.shape[0] - 1]], device=weight.device)
+        multiplier, rounds = embed_scale(module)
+        wanted = nn.functional.embedding(x, weight)
+        if multiplier is not None:
+            wanted = wanted * (torch.tensor(multiplier).to(wanted.dtype) if rounds else multiplier)
+    else:
+        x = torch.linspace(-1, 1, weight.shape[1], device=weight.device).to(weight.dtype)[None]
+        wanted = nn.functional.linear(x, weight, module.bias)
+    try:
+        found = type(module).forward(module, x)
+    except (TypeError, RuntimeError, AttributeError, ValueError, IndexError):
+        return False  # it takes something else
+    return (
+        isinstance(found, Tensor)
+        and found.shape == wanted.shape
+        and torch.allclose(found, wanted, 1e-2, 1e-3)
+    )
+
+
+def embed_scale(module: nn.Embedding) -> tuple[float | None, bool]:
+    """What an embedding multiplies its rows by, and whether it rounds that to their dtype first."""
+    scale = getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", None))
+    rounds = isinstance(getattr(module, "embed_scale", None), Tensor)
+    return (None if scale is None else float(scale)), rounds
 
 
 def pack_matrix(weight: Tensor, layout: Layout, rounding: Round) -> dict[str, Tensor]:
@@ -273,24 +393,28 @@ def pack_matrix(weight: Tensor, layout: Layout, rounding: Round) -> dict[str, Te
     return out
 
 
-def pack_module(module: nn.Module, layout: Layout, rounding: Round) -> nn.Module:
-    """The packed form of a linear, Conv1D, embedding or fused experts module."""
+def pack_module(module: nn.Module, layout: Layout, rounding: Callable[[Tensor], Round]) -> nn.Module:
+    """The packed form of a linear, Conv1D, embedding or fused experts module.
+
+    Args:
+        rounding: given a whole matrix [N, K], the function that rounds rows of it.
+    """
     if is_fused_experts(module):
         packed = {}
         for name in QuantExperts.PROJECTIONS:
-            each = [
-                pack_matrix(w.T if module.is_transposed else w, layout, rounding) for w in getattr(module, name)
-            ]
+            matrices = (w.T if module.is_transposed else w for w in getattr(module, name).detach())
+            each = [pack_matrix(matrix, layout, rounding(matrix)) for matrix in matrices]
             packed[name] = {key: torch.stack([one[key] for one in each]) for key in each[0]}
         return _like(module, QuantExperts(module, layout, packed))
-    matrix = module.weight.T if is_conv1d(module) else module.weight
-    return packed_like(module, layout, pack_matrix(matrix, layout, rounding))
+    matrix = (module.weight.T if is_conv1d(module) else module.weight).detach()
+    return packed_like(module, layout, pack_matrix(matrix, layout, rounding(matrix)))
 
 
 def packed_like(module: nn.Module, layout: Layout, packed: dict[str, Tensor]) -> nn.Module:
     """The module of `packed` tensors that takes the place of a linear, Conv1D or embedding."""
     dtype = module.weight.dtype if module.weight.is_floating_point() else module.out_like.dtype
     if isinstance(module, nn.Embedding):
+        multiplier, rounds = embed_scale(module)
         return _like(
             module,
             QuantEmbedding(
@@ -300,7 +424,8 @@ def packed_like(module: nn.Module, layout: Layout, packed: dict[str, Tensor]) ->
                 packed,
                 padding_idx=module.padding_idx,
                 compute_dtype=dtype,
-                multiplier=getattr(module, "scalar_embed_scale", None),
+                multiplier=multiplier,
+                rounds_multiplier=rounds,
             ),
         )
     n, k = (module.nf, module.nx) if is_conv1d(module) else (module.out_features, module.in_features)
@@ -318,22 +443,35 @@ def skeleton(module: nn.Module, layout: Layout) -> nn.Module:
 
     if is_fused_experts(module):
         packed = {
-            name: empty(*matrix_size(module, name), (module.num_experts,)) for name in QuantExperts.PROJECTIONS
+            name: empty(*matrix_size(module, name), (module.num_experts,))
+            for name in QuantExperts.PROJECTIONS
         }
         return _like(module, QuantExperts(module, layout, packed))
     n, k = module.weight.shape[::-1] if is_conv1d(module) else module.weight.shape
     return packed_like(module, layout, empty(n, k))
 
 
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
 def _like(original: nn.Module, module: nn.Module) -> nn.Module:
+    # The same dicts: a handle that was given out before removes its hook from both, and unpatch keeps later hooks.
+    for name in _HOOKS:
+        setattr(module, name, getattr(original, name))
     return module.train(original.training)
 
 
 def codes_of(module: QuantLinear | QuantEmbedding) -> Tensor:
     """Unsigned codes uint8 [N, K] of a packed module (8 bits: signed code + 128)."""
-    n, k = (
-        (module.num_embeddings, module.embedding_dim)
-        if isinstance(module, nn.Embedding)
-        else (module.out_features, module.in_features)
-    )
-    return unpack_codes(module.weight, module.layout, n, k)
+    return unpack_codes(module.weight, module.layout, *module.size)
+
+
+compat.extend_peft()

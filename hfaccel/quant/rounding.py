@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from hfaccel.anatomy import Anatomy, default_sites
 from hfaccel.errors import PatchError, UnknownName
-from hfaccel.quant.linear import is_conv1d, is_fused_experts, pack_module
+from hfaccel.quant.linear import Round, pack_module, unpackable
 from hfaccel.transform import Site, Stage, Transform, Unit
 from hfaccel_kernels.layouts import Layout
-
 
 # Roles whose activations are worth 16 bits: on the demo model INT8 activations there cost 0.29 % of perplexity, in all
 # other linears together 0.09 %. An embedding tied to the head shares the head's layout.
@@ -42,13 +41,17 @@ class Rounding(Transform):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bits not in (2, 3, 4, 8) or isinstance(self.bits, bool):
+        if type(self.bits) is not int or self.bits not in (2, 3, 4, 8):
             raise PatchError(f"{type(self).__name__}: bits={self.bits!r}; known are 2, 3, 4, 8")
         if self.group is None:
             self._set("group", -1 if self.bits == 8 else 64)
         if self.symmetric is None:
             self._set("symmetric", self.bits == 8)
-        if isinstance(self.group, bool) or not isinstance(self.group, int) or not (self.group == -1 or self.group > 0):
+        if not isinstance(self.symmetric, bool):
+            raise PatchError(
+                f"{type(self).__name__}: symmetric={self.symmetric!r}; True, False, or None for the default"
+            )
+        if type(self.group) is not int or not (self.group == -1 or self.group > 0):
             raise PatchError(
                 f"{type(self).__name__}: group={self.group!r}; a positive number of input elements, or -1 for a row"
             )
@@ -58,7 +61,9 @@ class Rounding(Transform):
     def layout(self, site: Site) -> Layout:
         """Grid and arithmetic at one site: inputs with outliers are multiplied in 16 bits."""
         wide = site.role in _WIDE_INPUTS or site.role.startswith("attn.")
-        return Layout(self.bits, self.group, self.symmetric, "fp32" if self.bits == 8 else "fp16", 16 if wide else 8)
+        return Layout(
+            self.bits, self.group, self.symmetric, "fp32" if self.bits == 8 else "fp16", 16 if wide else 8
+        )
 
     def default_targets(self, anatomy: Anatomy) -> tuple[str, ...]:
         return tuple(name for name in default_sites(anatomy) if name != anatomy.head)
@@ -67,31 +72,46 @@ class Rounding(Transform):
         """Codes uint8 [N, K], scales fp32 [N, G] already representable in the layout's dtype, zeros or None."""
         raise NotImplementedError
 
+    def rounder(self, matrix: Tensor, stats: Any) -> Round:
+        """What rounds rows of one whole matrix [N, K]."""
+        return lambda rows, layout: self.round(rows, layout, stats)
+
     def apply(self, site: Site, stats: Any) -> nn.Module:
         check_finite(site)
-        return pack_module(site.module, self.layout(site), lambda weight, layout: self.round(weight, layout, stats))
+        try:
+            return pack_module(site.module, self.layout(site), lambda matrix: self.rounder(matrix, stats))
+        except PatchError as error:
+            raise PatchError(f"{site.name}: {error}") from None
 
     # Recipe steps: name, bits, then -gN | -row | -asym | -sym and what the method adds --------------------------
 
     @classmethod
-    def parse_bits(cls, rest: str, options: list[str], extra: tuple[str, ...] = ()) -> tuple[dict[str, Any], list[str]]:
+    def parse_bits(
+        cls, rest: str, options: list[str], extra: tuple[str, ...] = ()
+    ) -> tuple[dict[str, Any], list[str]]:
         """Fields from the bits and the options every method knows; the options among `extra` are handed back."""
         if rest not in ("2", "3", "4", "8"):
-            raise UnknownName(f"recipe step {cls.name}{rest!s}: known are {', '.join(cls.name + b for b in '8432')}")
+            raise UnknownName(
+                f"recipe step {cls.name}{rest!s}: known are {', '.join(cls.name + b for b in '8432')}"
+            )
         values: dict[str, Any] = {"bits": int(rest)}
         mine: list[str] = []
         for option in options:
-            if match := re.fullmatch(r"g([1-9]\d*)", option):
-                values["group"] = int(match[1])
+            if match := re.fullmatch(r"g([1-9][0-9]*)", option):
+                key, value = "group", int(match[1])
             elif option == "row":
-                values["group"] = -1
+                key, value = "group", -1
             elif option in ("asym", "sym"):
-                values["symmetric"] = option == "sym"
+                key, value = "symmetric", option == "sym"
             elif option in extra:
                 mine.append(option)
+                continue
             else:
                 known = ", ".join(["-gN", "-row", "-asym", "-sym", *(f"-{name}" for name in extra)])
                 raise UnknownName(f"{cls.name}{rest}: unknown option -{option}; known are {known}")
+            if key in values:
+                raise PatchError(f"{cls.name}{rest}-{'-'.join(options)}: {key} is given twice")
+            values[key] = value
         return values, mine
 
     def step_bits(self) -> str:
@@ -108,31 +128,37 @@ class Rounding(Transform):
 def check_finite(site: Site) -> None:
     """Refuse NaN and infinite weights, which no grid can hold."""
     for name, tensor in site.module.named_parameters(recurse=False):
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        # The extremes carry a NaN along, and take no memory as isfinite of everything would.
+        if (
+            tensor.is_floating_point()
+            and tensor.numel()
+            and not all(map(torch.isfinite, tensor.detach().aminmax()))
+        ):
             bad = int((~torch.isfinite(tensor)).sum())
             raise PatchError(f"{site.name}.{name}: {bad} of {tensor.numel()} values are NaN or infinite")
 
 
 def is_matrix(module: nn.Module) -> bool:
-    """Whether a module is one that `pack_module` knows and that still has its float weight."""
-    if is_fused_experts(module):
-        return True
-    weight = getattr(module, "weight", None)
-    known = isinstance(module, nn.Linear | nn.Embedding) or is_conv1d(module)
-    return known and isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() == 2
+    """Whether a module has a packed form and still its float weight."""
+    return not unpackable(module)
 
 
 def group_scale(peak: Tensor, steps: int, layout: Layout) -> Tensor:
     """peak / steps, in fp32 holding a value of the layout's scale dtype, rounded up so that the grid covers peak.
 
-    Raises: PatchError when an fp16 scale would overflow.
+    0 for a peak of 0, else no less than the smallest (fp16) or smallest normal (fp32) number.
+    Raises: PatchError when a scale would overflow.
     """
     scale = peak / steps
     if layout.dtype is torch.float16:
         half = scale.half()
         low = half.float() < scale
         half[low] = torch.nextafter(half[low], torch.full_like(half[low], torch.inf))
-        if torch.isinf(half).any():
-            raise PatchError(f"a weight of magnitude {peak.max():.3g} needs an INT{layout.bits} scale beyond fp16's range")
         scale = half.float()
+    else:
+        scale = torch.where(peak > 0, scale.clamp_min(torch.finfo(torch.float32).tiny), scale)
+    if not torch.isfinite(scale).all():
+        raise PatchError(
+            f"weights of magnitude {peak.max():.3g} need an INT{layout.bits} scale beyond {layout.scale_dtype}'s range"
+        )
     return scale

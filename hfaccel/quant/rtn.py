@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hfaccel.errors import PatchError
-from hfaccel.quant.linear import is_fused_experts
+from hfaccel.quant.linear import Round
 from hfaccel.quant.rounding import Rounding, group_scale
-from hfaccel.transform import Site
 from hfaccel_kernels.layouts import Layout
 
 
@@ -43,6 +42,8 @@ class RTN(Rounding):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not isinstance(self.per_tensor, bool):
+            raise PatchError(f"RTN: per_tensor={self.per_tensor!r}; True or False")
         if self.per_tensor and (self.group != -1 or not self.symmetric):
             raise PatchError("RTN: per_tensor goes with symmetric codes and no group")
 
@@ -58,16 +59,12 @@ class RTN(Rounding):
             return replace(self, per_tensor=False, group=None, symmetric=None).step_bits() + "-tensor"
         return self.step_bits()
 
-    def apply(self, site: Site, stats: Any) -> nn.Module:
-        if self.per_tensor and not is_fused_experts(site.module):
-            stats = site.module.weight.detach().abs().amax().float()
-        return super().apply(site, stats)
-
-    def round(self, weight: Tensor, layout: Layout, stats: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        if self.per_tensor:
-            peak = weight.abs().amax() if stats is None else stats
-            return round_symmetric(weight, layout, peak.expand(weight.shape[0], 1))
-        return round_to_nearest(weight, layout)
+    def rounder(self, matrix: Tensor, stats: Any) -> Round:
+        if not self.per_tensor:
+            return round_to_nearest
+        low, high = matrix.aminmax()
+        peak = torch.maximum(-low, high).float()
+        return lambda rows, layout: round_symmetric(rows, layout, peak.expand(rows.shape[0], 1))
 
 
 def round_to_nearest(weight: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -1,0 +1,1 @@
+"""LoRA over packed weights."""
