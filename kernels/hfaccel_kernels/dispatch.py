@@ -1,7 +1,7 @@
 """Which backend runs an op: visible predicates, a priority, one way to force it, one way to ask.
 
-`HFACCEL_BACKEND=auto|reference|native|triton` forces the choice; forcing a backend that cannot serve a call is
-an error that says why. In `auto` the first backend in order of priority whose predicate holds is taken;
+`HFACCEL_BACKEND=auto|reference|native|triton` forces the choice; forcing a backend that cannot serve a call
+is an error that says why. In `auto` the first backend in order of priority whose predicate holds is taken;
 `reference`, plain PyTorch, takes everything.
 """
 
@@ -106,8 +106,7 @@ def explain(
             continue
         why_not = backend.refusal(call)
         if not why_not:
-            return "; ".join(
-                [f"{op}: {backend.name}" + (f" (HFACCEL_BACKEND={want})" * (want != "auto")), *said]
-            )
+            by = f" (HFACCEL_BACKEND={want})" if want != "auto" else ""
+            return "; ".join([backend.name + by, *said])
         said.append(f"{backend.name}: {why_not}")
     return "; ".join(["none", *said])

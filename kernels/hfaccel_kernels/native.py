@@ -1,13 +1,13 @@
 """Build and load the C++ kernels.
 
-`csrc/*.cpp` is compiled as it is, once per instruction set and only for the one in use, by the system compiler into a
-shared library with a plain C ABI (`csrc/hfa.h`), and loaded with ctypes. No torch headers: one library serves every
-torch. The first use takes seconds; later ones find it in `$HFACCEL_CACHE/kernels` (or `$XDG_CACHE_HOME/hfaccel`,
-`~/.cache/hfaccel`), under a name that hashes sources, flags and compiler. The last bytes of the file are a checksum of
-the rest, so a damaged one is seen and rebuilt.
+`csrc/*.cpp` is compiled as it is, once per instruction set and only for the one in use, by the system
+compiler into a shared library with a plain C ABI (`csrc/hfa.h`), and loaded with ctypes. No torch headers:
+one library serves every torch. The first use takes seconds; later ones find it in `$HFACCEL_CACHE/kernels`
+(or `$XDG_CACHE_HOME/hfaccel`, `~/.cache/hfaccel`), under a name that hashes sources, flags and compiler. The
+last bytes of the file are a checksum of the rest, so a damaged one is seen and rebuilt.
 
-The library links to no OpenMP runtime: it is handed the entry points of the one torch runs on (see csrc/parallel.h),
-so there is one thread pool and `torch.set_num_threads` rules it.
+The library links to no OpenMP runtime: it is handed the entry points of the one torch runs on
+(csrc/parallel.h), so there is one thread pool and `torch.set_num_threads` rules it.
 
 `HFACCEL_ISA=auto|avx512|avx2|neon|scalar` forces the instruction set.
 """
@@ -57,7 +57,7 @@ ISAS = {
     "neon": Isa(("aarch64", "arm64"), frozenset({"asimddp"}), ("-march=armv8.2-a+dotprod+fp16",)),
     "scalar": Isa((), frozenset(), ()),
 }
-# Contraction off: a*b+c is one rounding only where a kernel says fma, or instruction sets would differ in bits.
+# Contraction off: a*b+c rounds once only where a kernel says fma, or instruction sets would differ in bits.
 _FLAGS = (
     *"-std=c++17 -O3 -fPIC -fno-math-errno -fno-trapping-math -ffp-contract=off -fvisibility=hidden".split(),
     *"-Wall -Werror=unknown-pragmas -Wno-psabi".split(),

@@ -4,10 +4,10 @@
     plain_linear   y = x W^T + bias,     W [N, K] fp32, bf16 or fp16, row-major
 
 Limits and accumulation. On a CPU x becomes 8- or 16-bit integers per token and chunk
-(layouts.quantize_activations), dots of a chunk
-are exact int32 and are added in fp32 in chunk order; y is rounded once to the dtype of x. On CUDA the weight alone is
-quantized. plain_linear multiplies and adds in fp32. Gradients flow to x (through the dequantized weight, the rounding
-of x taken as the identity), to bias and, in plain_linear, to the weight; codes and scales have none.
+(`layouts.quantize_activations`), dots of a chunk are exact int32 and are added in fp32 in chunk order; y is
+rounded once to the dtype of x. On CUDA the weight alone is quantized. `plain_linear` multiplies and adds in
+fp32. Gradients flow to x (through the dequantized weight, the rounding of x taken as the identity), to bias
+and, in `plain_linear`, to the weight; codes and scales have none.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def _unwatched(x: Tensor, bias: Tensor | None) -> bool:
-    """Whether nothing wants to see the call: no gradient, trace, subclass or mode. Then torch's dispatcher, 25 us a
-    call of an operator with Python autograd, can be left out."""
+    """Whether nothing wants to see the call: no gradient, trace, subclass or mode. Then torch's dispatcher,
+    20 us for an operator with Python autograd, can be left out."""
     return (
         not torch.compiler.is_compiling()
         and type(x) is Tensor
@@ -96,17 +96,16 @@ def qlinear_reference(
     layout: Layout,
     n: int,
     k: int,
+    quantize: bool | None = None,
 ) -> Tensor:
-    """The specification, in plain PyTorch: fp32 sums of the chunks' dots (on CUDA and for gradients: of x itself)."""
+    """The specification in plain PyTorch, fp32. `quantize`: x as on CPUs (default: on a CPU only)."""
     w = layouts.dequantize(weight, scale, zero, layout, n, k)
-    x2 = x.reshape(-1, k).float()
-    if x.device.type == "cpu":
-        codes, scales = layouts.quantize_activations(x2, layout)
-        wide = torch.cat(
-            [codes[:, a:b] * scales[:, c : c + 1] for c, (a, b) in enumerate(layout.chunks(k))] or [x2], 1
-        )
-        x2 = wide
-    y = x2 @ w.t()
+    rows = x.reshape(-1, k).float()
+    if quantize if quantize is not None else x.device.type == "cpu":
+        codes, scales = layouts.quantize_activations(rows, layout)
+        lengths = torch.tensor([stop - start for start, stop in layout.chunks(k)], device=x.device)
+        rows = codes * scales.repeat_interleave(lengths, 1, output_size=k)
+    y = rows @ w.t()
     if bias is not None:
         y = y + bias.float()
     return y.to(x.dtype).view(*x.shape[:-1], n)
@@ -225,8 +224,8 @@ def _check(x: Tensor, weight: Tensor, scale: Tensor, zero, bias, layout: Layout,
     for tensor, (shape, dtype) in zip(given, wanted, strict=True):
         if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
             raise ValueError(
-                f"qlinear: {tensor.dtype} {tuple(tensor.shape)}{'' if tensor.is_contiguous() else ' with gaps'}, "
-                f"{layout} of [{n}, {k}] wants {dtype} {tuple(shape)}"
+                f"qlinear: {tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}, "
+                f"{layout} of [{n}, {k}] wants contiguous {dtype} {tuple(shape)}"
             )
         if tensor.device != x.device:
             raise ValueError(f"qlinear: x is on {x.device}, the weight on {tensor.device}")
