@@ -125,6 +125,10 @@ def busy(model: nn.Module) -> bool:
 class RunnerMixin:
     """Goes in front of the model's class; see `install`."""
 
+    def __new__(cls, *args, **kwargs):
+        # `type(model)(config)` and `type(model).from_pretrained(...)` are of the class that was patched.
+        return cls._hfaccel_class(*args, **kwargs) if args or kwargs else super().__new__(cls)
+
     def __reduce_ex__(self, protocol):
         return _rebuild, (type(self)._hfaccel_class,), vars(self)
 
