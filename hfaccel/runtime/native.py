@@ -148,7 +148,9 @@ def weight_struct(matrix: Matrix) -> native.Weight:
     if matrix.layout is None:
         w.kind = native.PLAIN[matrix.weight.dtype]
         return w
-    w.kind, w.bits, w.group, w.chunk = native.PACKED, matrix.layout.bits, matrix.layout.group, ACT_CHUNK
+    layout = matrix.layout
+    w.kind, w.bits, w.group = native.PACKED, layout.bits, layout.group
+    w.act_bits, w.chunk = layout.act_bits, ACT_CHUNK[layout.act_bits]
     w.scale, w.scale_dtype = matrix.scale.data_ptr(), native.DTYPES[matrix.scale.dtype]
     if matrix.zero is not None:
         w.zero = matrix.zero.data_ptr()

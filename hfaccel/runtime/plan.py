@@ -99,7 +99,8 @@ class Matrix:
 
 def acts_key(matrix: Matrix) -> tuple | None:
     """Packed matrices with one key share quantized input; None for plain ones, which take fp32."""
-    return None if matrix.layout is None else (matrix.k, matrix.layout.chunks(matrix.k))
+    layout = matrix.layout
+    return None if layout is None else (matrix.k, layout.act_bits, layout.chunks(matrix.k))
 
 
 @dataclass(frozen=True)

@@ -228,6 +228,7 @@ void run(const Walk& w, const HfaOp& op, int tid, int nthreads) {
             HfaActs acts;
             hfa_acts_view(&like, w.at(op.out[0], tid), w.rows(op.out[0]), &acts);
             acts.codes += r.begin * acts.ldq;
+            if (acts.low) acts.low += r.begin * acts.ldq;
             acts.scales += r.begin * acts.lds;
             acts.sums += r.begin * acts.lds;
             const int64_t ldx = w.width(op.view[0].buffer);
