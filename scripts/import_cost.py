@@ -1,4 +1,4 @@
-"""Print what `import hfaccel` adds to `from transformers import LlamaForCausalLM`, each time in a new process.
+"""Print what `import hfaccel` adds to `from transformers import LlamaForCausalLM`, each in a new process.
 
 python scripts/import_cost.py [runs]
 """
