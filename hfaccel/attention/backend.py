@@ -27,7 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from hfaccel.cache.pool import LayerPages
-from hfaccel_kernels.paged import paged_attention_blocked, step_rows
+from hfaccel_kernels.paged import paged_attention, step_rows
 
 NAMES = {"sdpa": "hfa", "eager": "hfa_eager"}  # implementation of the unpatched model -> ours
 KEY = "hfa_pages"  # where a paged cache layer puts its view into the attention call's kwargs
@@ -59,7 +59,7 @@ class Step:
     def attend(self, q: torch.Tensor, pages: LayerPages, *, window: int | None, **options) -> torch.Tensor:
         """q [T, H, D] over the layer's pages: [T, H, Dv]."""
         self.windows.append(window)
-        return paged_attention_blocked(
+        return paged_attention(
             q,
             pages.k,
             pages.v,

@@ -23,6 +23,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from . import dispatch, triton_support
+
 BLOCK_TOKENS = (
     512  # slots gathered or dequantized at a time: bounds what decode allocates, whatever the context
 )
@@ -65,12 +67,40 @@ def cache_write(
         slots: [T] int64, page * page_tokens + offset; distinct.
         k_scale, v_scale: [pages, page_tokens, G] fp32, exactly when the pages are int8.
     """
+    backend = dispatch.choose("cache_write", k.device.type, k.dtype)
+    backend.function(k, v, k_pages, v_pages, slots, k_scale, v_scale)
+
+
+def cache_write_reference(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slots: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """The specification of `cache_write`."""
     for x, pages, scales in ((k, k_pages, k_scale), (v, v_pages, v_scale)):
         flat = pages.view(-1, *pages.shape[2:])
         if pages.dtype == torch.int8:
             x, scale = quantize_kv(x)
             scales.view(-1, pages.shape[2]).index_copy_(0, slots, scale)
         flat.index_copy_(0, slots, x.to(pages.dtype))
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_tables: torch.Tensor,
+    q_starts: torch.Tensor,
+    lengths: torch.Tensor,
+    **options,
+) -> torch.Tensor:
+    """The formula above by the backend of q's device. Options and errors: those of `paged_attention_blocked`."""
+    backend = dispatch.choose("paged_attention", q.device.type, q.dtype)
+    return backend.function(q, k_pages, v_pages, block_tables, q_starts, lengths, **options)
 
 
 def _check(q, k_pages, v_pages, block_tables, q_starts, lengths, k_scale, v_scale):
@@ -341,3 +371,9 @@ def _open_row(q, row, length, scale, window, softcap, slopes, sinks):
     if sinks is not None:  # the sink takes its share of the sum and adds no value
         out = out * torch.exp(lse - torch.logaddexp(lse, sinks))[..., None]
     return out.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
+
+
+dispatch.register("cache_write", "reference", priority=0, refusal=lambda call: "")(cache_write_reference)
+dispatch.register("paged_attention", "reference", priority=0, refusal=lambda call: "")(paged_attention_blocked)
+triton_support.register("cache_write", "triton_paged:cache_write")
+triton_support.register("paged_attention", "triton_paged:paged_attention")

@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from . import dispatch, layouts, native
+from . import dispatch, layouts, native, triton_support
 from .layouts import Layout
 
 Tensor = torch.Tensor
@@ -203,6 +203,7 @@ def _linear(described: native.Weight, x: Tensor, n: int, k: int) -> Tensor:
 
 
 dispatch.register("qlinear", "reference", priority=0, refusal=lambda call: "")(qlinear_reference)
+triton_support.register("qlinear", "triton_linear:linear")
 dispatch.register("plain_linear", "reference", priority=0, refusal=lambda call: "")(plain_linear_reference)
 
 

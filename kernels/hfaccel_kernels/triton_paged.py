@@ -299,8 +299,9 @@ def paged_attention(
     alibi_slopes: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    rows: list | None = None,
 ) -> torch.Tensor:
-    """As `paged.paged_attention_reference`; rows of q that belong to no sequence are left as they come.
+    """As `paged.paged_attention_reference`; `rows` is not looked at, and rows of q that belong to no sequence are left as they come.
 
     Raises: ValueError when the shapes contradict each other, or for more than 128 query heads a KV head or head
         sizes above 256.

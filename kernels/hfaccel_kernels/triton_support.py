@@ -61,7 +61,7 @@ def _of_device(index: int) -> int:
     return 10 * major + minor
 
 
-_assumed = min(SHARED_BYTES)
+_assumed: int | None = None
 
 
 @contextlib.contextmanager
@@ -79,12 +79,12 @@ def capability(device: torch.device) -> int:
     """Compute capability of the device, 90 for 9.0: it chooses between tables of launch configs."""
     if device.type == "cuda":
         return _of_device(torch.cuda.current_device() if device.index is None else device.index)
-    return _assumed
+    return _assumed or min(SHARED_BYTES)
 
 
 def refusal(call: dispatch.Call) -> str:
     """Why the kernels cannot serve such a call; "" when they can."""
-    if call.device == "cpu" and not interpreting():
+    if call.device == "cpu" and not interpreting() and _assumed is None:
         return "GPUs only"
     if call.device not in ("cpu", "cuda"):
         return f"no kernels for {call.device}"

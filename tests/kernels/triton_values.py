@@ -171,7 +171,7 @@ def test_cache_write(dtype, int8):
     fused[3] *= 1e-3
     slots = torch.tensor([5, 0, 63, 17, 16, 31, 32])
     stores = []
-    for write, device in ((triton_paged.cache_write, DEVICE), (paged.cache_write, "cpu")):
+    for write, device in ((triton_paged.cache_write, DEVICE), (paged.cache_write_reference, "cpu")):
         k, v = fused.to(device).split([size, size_v], -1)
         store = [
             torch.full((pages, 16, heads, d), 7).to(torch.int8 if int8 else dtype) for d in (size, size_v)
