@@ -209,8 +209,8 @@ def _divergence(q: torch.Tensor, p: torch.Tensor) -> float:
     """Sum over rows of KL(p || q), of logits [R, V] in fp32."""
     log_q, log_p = q.log_softmax(-1), p.log_softmax(-1)
     # A token that p rules out adds nothing (0 x inf would be NaN), one that q alone rules out adds infinity.
-    terms = torch.where(log_p == -math.inf, 0.0, log_p.exp() * (log_p - log_q))
-    return float(terms.sum(-1).double().sum())
+    terms = log_q.neg_().add_(log_p).masked_fill_(log_p == -math.inf, 0.0).mul_(log_p.exp_())
+    return float(terms.sum(-1, dtype=torch.float64).sum())
 
 
 def _exp(nll: float) -> float:
