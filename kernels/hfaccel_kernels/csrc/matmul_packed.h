@@ -40,16 +40,17 @@ template <> struct Step<2> {
 template <> struct Step<3> {
     static constexpr int k = 32, bytes = 192;
     template <class Dot> static inline void run(const uint8_t* p, Dot&& dot) {
-        const Vb low = splat_b(0x03), high = splat_b(0x04), top = load_line(p + 128);
+        // two low bits out of the shifted line, the third out of the shifted top line
+        const Vb low = splat_b(0x03), all = splat_b(0x07), top = load_line(p + 128);
         const Vb first = load_line(p), second = load_line(p + 64);
-        dot(0, (first & low) | (shl<2>(top) & high));
-        dot(1, (shr<2>(first) & low) | (shl<1>(top) & high));
-        dot(2, (shr<4>(first) & low) | (top & high));
-        dot(3, (shr<6>(first) & low) | (shr<1>(top) & high));
-        dot(4, (second & low) | (shr<2>(top) & high));
-        dot(5, (shr<2>(second) & low) | (shr<3>(top) & high));
-        dot(6, (shr<4>(second) & low) | (shr<4>(top) & high));
-        dot(7, (shr<6>(second) & low) | (shr<5>(top) & high));
+        dot(0, select(low, first, shl<2>(top)) & all);
+        dot(1, select(low, shr<2>(first), shl<1>(top)) & all);
+        dot(2, select(low, shr<4>(first), top) & all);
+        dot(3, select(low, shr<6>(first), shr<1>(top)) & all);
+        dot(4, select(low, second, shr<2>(top)) & all);
+        dot(5, select(low, shr<2>(second), shr<3>(top)) & all);
+        dot(6, select(low, shr<4>(second), shr<4>(top)) & all);
+        dot(7, select(low, shr<6>(second), shr<5>(top)) & all);
     }
 };
 
@@ -82,7 +83,7 @@ static inline void block_dot(const HfaWeight* w, const uint8_t* data, const void
             for (int t = 0; WIDE && t < T; ++t) lows[t] = splat_i(0);
             for (int s = 0; s < steps; ++s) {
                 const int8_t* here = codes + s * S::k;
-                if (T <= 4) prefetch(data + kAhead);
+                for (int line = 0; line < S::bytes; line += 64) prefetch(data + kAhead + line);
                 S::run(data, [&](int quad, const Vb& line) {
                     for (int t = 0; t < T; ++t) {
                         const int8_t* x = here + t * ldq + quad * 4;

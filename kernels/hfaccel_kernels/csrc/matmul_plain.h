@@ -8,31 +8,28 @@
 
 namespace hfa {
 
-// One tile: R rows x T tokens. Rows beyond the matrix are never asked for.
-template <int DTYPE, int R, int T>
-static inline void plain_tile(const HfaWeight* w, int64_t row, const float* x, int64_t ldx, float* out) {
-    constexpr int kBytes = DTYPE == HFA_F32 ? 4 : 2;
-    const uint8_t* base = static_cast<const uint8_t*>(w->data) + row * w->ld * kBytes;
-    Vf acc[R][T];
-    for (int r = 0; r < R; ++r)
-        for (int t = 0; t < T; ++t) acc[r][t] = splat(0.0f);
-    const int64_t whole = w->k / 16 * 16;
+// Four rows at `rows` (ld elements apart) times T tokens -> out[t * 4 + r].
+template <int DTYPE, int T>
+static inline void plain_tile(const void* rows, int64_t ld, int64_t k, const float* x, int64_t ldx, float* out) {
+    Vf acc[T][4];
+    for (int t = 0; t < T; ++t)
+        for (int r = 0; r < 4; ++r) acc[t][r] = splat(0.0f);
+    const int64_t whole = k / 16 * 16;
     for (int64_t at = 0; at < whole; at += 16) {
-        Vf xv[T];
-        for (int t = 0; t < T; ++t) xv[t] = load(x + t * ldx + at);
-        for (int r = 0; r < R; ++r) {
-            const Vf wv = load_as(base, r * w->ld + at, DTYPE);
-            for (int t = 0; t < T; ++t) acc[r][t] = fma(wv, xv[t], acc[r][t]);
+        Vf w[4];
+        for (int r = 0; r < 4; ++r) w[r] = load_as(rows, r * ld + at, DTYPE);
+        for (int t = 0; t < T; ++t) {
+            const Vf xv = load(x + t * ldx + at);
+            for (int r = 0; r < 4; ++r) acc[t][r] = fma(w[r], xv, acc[t][r]);
         }
     }
-    if (const int left = (int)(w->k - whole)) {
-        for (int r = 0; r < R; ++r) {
-            const Vf wv = load_as(base, r * w->ld + whole, DTYPE, left);
-            for (int t = 0; t < T; ++t) acc[r][t] = fma(wv, load_as(x + t * ldx, whole, HFA_F32, left), acc[r][t]);
+    if (const int left = (int)(k - whole)) {
+        for (int t = 0; t < T; ++t) {
+            const Vf xv = load_as(x, t * ldx + whole, HFA_F32, left);
+            for (int r = 0; r < 4; ++r) acc[t][r] = fma(load_as(rows, r * ld + whole, DTYPE, left), xv, acc[t][r]);
         }
     }
-    for (int r = 0; r < R; ++r)
-        for (int t = 0; t < T; ++t) out[t * 16 + r] = reduce_add(acc[r][t]);
+    for (int t = 0; t < T; ++t) reduce_add4(acc[t], out + t * 4);
 }
 
 void plain(const HfaWeight* w, const float* x, int64_t ldx, int64_t m, void* y, int32_t y_dtype, int64_t ldy, int add,

@@ -5,7 +5,7 @@
 //   Vf  16 floats        Vi  16 int32        Vb  a line of 64 bytes: 16 rows x 4 codes (layouts.py)
 //   dot4(acc, codes, quad)   acc[r] += sum_i codes[4r + i] * quad[i]; codes below 8 bits are unsigned. At 8 bits
 //                            the line goes through codes8() first, and kCode8Zero is the code that stands for 0.
-//   kTileTokens              tokens whose accumulators fit the registers
+//   kTileTokens              tokens whose accumulators fit the registers; kPlainRows x kPlainTokens likewise
 #pragma once
 
 #include <math.h>
@@ -28,7 +28,8 @@
 
 namespace hfa {
 
-// Sum of 16 lanes: halves added until one is left, (l, l + 8), then 4, 2, 1.
+// Sum of 16 lanes: halves added until one is left, (l, l + 8), then 4, 2, 1; of four values at once.
+#ifndef HFA_HAS_REDUCE
 static inline float reduce_add(Vf v) {
     float t[16];
     store(t, v);
@@ -36,6 +37,10 @@ static inline float reduce_add(Vf v) {
         for (int l = 0; l < w; ++l) t[l] += t[l + w];
     return t[0];
 }
+static inline void reduce_add4(const Vf* v, float* out) {
+    for (int i = 0; i < 4; ++i) out[i] = reduce_add(v[i]);
+}
+#endif
 
 static inline float reduce_max(Vf v) {
     float t[16];

@@ -12,6 +12,7 @@ struct Vi { __m256i a, b; };
 struct Vb { __m256i a, b; };
 
 constexpr int kTileTokens = 2;
+constexpr int kPlainTokens = 1;
 constexpr int kCode8Zero = 0;  // codes8 leaves them signed
 
 static inline Vf splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -48,6 +49,17 @@ static inline void store_f16(uint16_t* p, Vf x) {
     _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT));
 }
 
+#define HFA_HAS_REDUCE
+static inline float reduce_add(Vf x) {
+    const __m256 eight = _mm256_add_ps(x.a, x.b);
+    __m128 v = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+    return _mm_cvtss_f32(_mm_add_ss(v, _mm_shuffle_ps(v, v, 1)));
+}
+static inline void reduce_add4(const Vf* v, float* out) {
+    for (int i = 0; i < 4; ++i) out[i] = reduce_add(v[i]);
+}
+
 static inline __m256i load256(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
 static inline Vi splat_i(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 static inline Vi load_i(const int32_t* p) { return {load256(p), load256(p + 8)}; }
@@ -79,6 +91,10 @@ static inline Vf from_bits(Vi x) { return {_mm256_castsi256_ps(x.a), _mm256_cast
 static inline Vb load_line(const uint8_t* p) { return {load256(p), load256(p + 32)}; }
 static inline Vb splat_b(uint8_t x) { return {_mm256_set1_epi8((char)x), _mm256_set1_epi8((char)x)}; }
 static inline Vb operator&(Vb x, Vb y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+static inline Vb select(Vb m, Vb x, Vb y) {  // bits: m ? x : y
+    return {_mm256_or_si256(_mm256_and_si256(m.a, x.a), _mm256_andnot_si256(m.a, y.a)),
+            _mm256_or_si256(_mm256_and_si256(m.b, x.b), _mm256_andnot_si256(m.b, y.b))};
+}
 static inline Vb operator|(Vb x, Vb y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
 template <int S> static inline Vb shr(Vb x) { return {_mm256_srli_epi16(x.a, S), _mm256_srli_epi16(x.b, S)}; }
 template <int S> static inline Vb shl(Vb x) { return {_mm256_slli_epi16(x.a, S), _mm256_slli_epi16(x.b, S)}; }

@@ -9,6 +9,7 @@ struct Vi { __m512i v; };
 struct Vb { __m512i v; };
 
 constexpr int kTileTokens = 12;
+constexpr int kPlainTokens = 6;
 constexpr int kCode8Zero = 128;  // vpdpbusd takes the codes unsigned
 
 static inline Vf splat(float x) { return {_mm512_set1_ps(x)}; }
@@ -37,6 +38,25 @@ static inline void store_f16(uint16_t* p, Vf a) {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
+#define HFA_HAS_REDUCE
+static inline __m512 swap_add(__m512 v) {  // lanes (l, l + 2), then (l, l + 1), of each four
+    v = _mm512_add_ps(v, _mm512_permute_ps(v, 0x4e));
+    return _mm512_add_ps(v, _mm512_permute_ps(v, 0xb1));
+}
+static inline float reduce_add(Vf a) {
+    const __m512 v = _mm512_add_ps(a.v, _mm512_shuffle_f32x4(a.v, a.v, 0x4e));
+    return _mm512_cvtss_f32(swap_add(_mm512_add_ps(v, _mm512_shuffle_f32x4(v, v, 0xb1))));
+}
+static inline __m512 pair_add(__m512 a, __m512 b) {  // [8 lanes of a | 8 of b], (l, l + 8) added
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+}
+static inline void reduce_add4(const Vf* v, float* out) {
+    const __m512 a = pair_add(v[0].v, v[1].v), b = pair_add(v[2].v, v[3].v);
+    const __m512 fours = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    const __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(first, swap_add(fours))));
+}
+
 static inline Vi splat_i(int32_t x) { return {_mm512_set1_epi32(x)}; }
 static inline Vi load_i(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 static inline Vi load_u8(const uint8_t* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
@@ -58,6 +78,7 @@ static inline Vf from_bits(Vi a) { return {_mm512_castsi512_ps(a.v)}; }
 static inline Vb load_line(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 static inline Vb splat_b(uint8_t x) { return {_mm512_set1_epi8((char)x)}; }
 static inline Vb operator&(Vb a, Vb b) { return {_mm512_and_si512(a.v, b.v)}; }
+static inline Vb select(Vb m, Vb a, Vb b) { return {_mm512_ternarylogic_epi32(m.v, a.v, b.v, 0xca)}; }  // m ? a : b
 static inline Vb operator|(Vb a, Vb b) { return {_mm512_or_si512(a.v, b.v)}; }
 template <int S> static inline Vb shr(Vb a) { return {_mm512_srli_epi16(a.v, S)}; }  // bits cross into the low byte
 template <int S> static inline Vb shl(Vb a) { return {_mm512_slli_epi16(a.v, S)}; }

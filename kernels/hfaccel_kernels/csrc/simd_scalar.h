@@ -9,6 +9,7 @@ struct Vi { int32_t v[16]; };
 struct Vb { uint8_t v[64]; };
 
 constexpr int kTileTokens = 2;
+constexpr int kPlainTokens = 1;
 constexpr int kCode8Zero = 0;  // codes8 leaves them signed
 
 #define HFA_EACH for (int l = 0; l < 16; ++l)
@@ -77,6 +78,10 @@ static inline Vf from_bits(Vi a) { Vf r; memcpy(r.v, a.v, 64); return r; }
 static inline Vb load_line(const uint8_t* p) { Vb r; memcpy(r.v, p, 64); return r; }
 static inline Vb splat_b(uint8_t x) { Vb r; memset(r.v, x, 64); return r; }
 static inline Vb operator&(Vb a, Vb b) { for (int l = 0; l < 64; ++l) a.v[l] &= b.v[l]; return a; }
+static inline Vb select(Vb m, Vb a, Vb b) {  // bits: m ? a : b
+    for (int l = 0; l < 64; ++l) a.v[l] = (a.v[l] & m.v[l]) | (b.v[l] & ~m.v[l]);
+    return a;
+}
 static inline Vb operator|(Vb a, Vb b) { for (int l = 0; l < 64; ++l) a.v[l] |= b.v[l]; return a; }
 template <int S> static inline Vb shr(Vb a) { for (int l = 0; l < 64; ++l) a.v[l] >>= S; return a; }
 template <int S> static inline Vb shl(Vb a) { for (int l = 0; l < 64; ++l) a.v[l] <<= S; return a; }
