@@ -82,8 +82,11 @@ class Transform:
             value = getattr(self, key)
             if isinstance(value, str):
                 value = (value,)
-            if value is not None and not all(isinstance(pattern, str) for pattern in value):
+            listed = value is None or isinstance(value, list | tuple | set | frozenset)
+            if not listed or not all(isinstance(pattern, str) for pattern in value or ()):
                 raise PatchError(f"{type(self).__name__}: {key}={value!r} must be names or patterns")
+            if isinstance(value, set | frozenset):
+                value = sorted(value)
             self._set(key, None if value is None else tuple(value))
 
     def _set(self, key: str, value: Any) -> None:

@@ -187,7 +187,9 @@ class QuantEmbedding(_PackedMatrix, nn.Embedding):
         return torch.tensor(self.multiplier) if self.rounds_multiplier else self.multiplier
 
     def forward(self, ids: Tensor) -> Tensor:
-        if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
+        if not ids.numel():
+            return self.out_like.new_empty(*ids.shape, self.embedding_dim)
+        if ids.device.type == "cpu" and not torch.compiler.is_compiling():
             low, high = ids.aminmax()
             if low < 0 or high >= self.num_embeddings:
                 raise IndexError(
