@@ -27,11 +27,17 @@ class PatchConfig:
     transforms: tuple[Transform, ...] = ()
 
     def __post_init__(self) -> None:
+        whole: set[str] = set()  # methods given for all of the model
         for transform in self.transforms:
             if not isinstance(transform, Transform):
                 raise PatchError(
                     f"{transform!r} is not a transform; known are {', '.join(sorted(TRANSFORMS))}"
                 )
+            if transform.targets is not None:
+                continue
+            if transform.name in whole:
+                raise PatchError(f"{self.describe()}: {transform.name} is given twice for the same targets")
+            whole.add(transform.name)
 
     @classmethod
     def of(cls, config: PatchConfig | str | Transform | dict | Iterable[Transform]) -> PatchConfig:
@@ -56,6 +62,8 @@ class PatchConfig:
         """Parse a recipe. Raises: UnknownName for an unknown step or option, listing the known ones."""
         if recipe.strip() == EMPTY:
             return cls()
+        if EMPTY in map(str.strip, recipe.split("+")):
+            raise PatchError(f"recipe {recipe!r}: {EMPTY!r} means no other step and stands alone")
         return cls(tuple(_parse_step(step.strip()) for step in recipe.split("+")))
 
     def to_recipe(self) -> str:

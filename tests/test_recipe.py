@@ -1,0 +1,191 @@
+"""Recipes: printing then parsing is the identity, what is unknown lists what is known, every form means the same."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hfaccel
+from hfaccel import RTN, Head, KVCache, PatchConfig, PatchError
+from hfaccel.errors import UnknownName
+from hfaccel.recipe import recipe_table
+from hfaccel.registry import TRANSFORMS, all_transforms
+
+groups = st.one_of(st.just(-1), st.integers(1, 1 << 20))
+grid = {"group": st.none() | groups, "symmetric": st.none() | st.booleans()}
+TRANSFORM_STRATEGIES = {
+    "int": st.one_of(
+        st.builds(RTN, bits=st.sampled_from((8, 4, 3, 2)), **grid),
+        st.builds(
+            RTN,
+            bits=st.sampled_from((8, 4, 3, 2)),
+            group=st.just(-1),
+            symmetric=st.just(True),
+            per_tensor=st.just(True),
+        ),
+    ),
+    "head": st.one_of(st.just(Head(bits=16)), st.builds(Head, bits=st.sampled_from((8, 4)), **grid)),
+    "kv": st.just(KVCache(bits=8)),
+}
+configs = st.sets(st.sampled_from(sorted(TRANSFORMS))).flatmap(
+    lambda names: st.tuples(*(TRANSFORM_STRATEGIES[name] for name in sorted(names))).flatmap(
+        lambda steps: st.permutations(list(steps)).map(lambda mixed: PatchConfig(tuple(mixed)))
+    )
+)
+
+
+def test_every_method_is_generated_here():
+    assert TRANSFORM_STRATEGIES.keys() == TRANSFORMS.keys()
+
+
+@settings(max_examples=200, deadline=None)
+@given(configs)
+def test_printing_then_parsing_is_the_identity(config):
+    text = config.to_recipe()
+    assert text == text.lower()
+    assert PatchConfig.from_recipe(text) == config
+    assert PatchConfig.from_recipe(text).to_recipe() == text
+    assert config.describe() == text
+
+
+names = st.lists(st.sampled_from(("**.q_proj", "model.*", "re:.*", "lm_head")), max_size=2).map(tuple)
+
+
+@settings(max_examples=100, deadline=None)
+@given(configs, st.none() | names, st.none() | names)
+def test_the_dict_form_survives_json(config, targets, ignore):
+    fields = {"targets": targets, "ignore": ignore}
+    changed = [type(t).from_dict({**t.to_dict(), **fields}) if t.rounds else t for t in config.transforms]
+    config = PatchConfig(tuple(changed))
+    assert PatchConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert PatchConfig.of(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "transforms"),
+    [
+        ("runtime", ()),
+        ("int8", (RTN(),)),
+        ("int8", (RTN(bits=8, group=-1, symmetric=True),)),
+        ("int4", (RTN(bits=4, group=64, symmetric=False),)),
+        ("int4-g128-sym", (RTN(bits=4, group=128, symmetric=True),)),
+        ("int3-row", (RTN(bits=3, group=-1),)),
+        ("int8-tensor", (RTN(per_tensor=True),)),
+        ("int8-g32-asym+head16", (RTN(group=32, symmetric=False), Head(bits=16))),
+        ("int2+head4+kv8", (RTN(bits=2), Head(bits=4), KVCache(bits=8))),
+        ("kv8+int4", (KVCache(), RTN(bits=4))),
+    ],
+)
+def test_what_steps_mean(text, transforms):
+    config = PatchConfig.from_recipe(text)
+    assert config.transforms == transforms
+    assert config.to_recipe() == text
+    assert PatchConfig.of(list(transforms)) == config == PatchConfig.of(text) == PatchConfig.of(config)
+
+
+def test_one_transform_is_a_config():
+    assert PatchConfig.of(RTN(bits=4)) == PatchConfig.from_recipe("int4")
+    assert PatchConfig.of(RTN(bits=4)) != PatchConfig.from_recipe("int4-sym")
+
+
+def test_options_in_any_order_and_spaces_around_steps():
+    assert PatchConfig.from_recipe("int4-sym-g32") == PatchConfig.from_recipe(" int4-g32-sym ")
+    assert PatchConfig.from_recipe("int8 + kv8") == PatchConfig.from_recipe("int8+kv8")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("", "an empty step in the recipe; known are int8"),
+        ("int8+", "an empty step"),
+        ("int8++kv8", "an empty step"),
+        ("itn8", "unknown recipe step 'itn8' \\(did you mean 'int8'\\?\\); known are int8, int4"),
+        ("gptq4.5", "unknown recipe step"),
+        ("int5", "int5: known are int8, int4, int3, int2"),
+        ("int", "known are int8, int4"),
+        ("int4.5", "known are int8, int4"),
+        ("int8-g", "int8: unknown option -g; known are -gN, -row, -asym, -sym, -tensor"),
+        ("int8-g0", "unknown option -g0"),
+        ("int8-g-1", "unknown option"),
+        ("int8-", "unknown option -;"),
+        ("int8-fast", "unknown option -fast"),
+        ("int4-g٣", "unknown option"),
+        ("int4-g99999999", "group=99999999 is out of range"),
+        ("int4-g64-row", "group is given twice"),
+        ("int4-sym-asym", "symmetric is given twice"),
+        ("int8-g64-tensor", "per_tensor goes with"),
+        ("INT8", "lower case"),
+        ("head3", "known are head16, head8, head4"),
+        ("head16-g64", "known are head16"),
+        ("kv4", "known is kv8"),
+        ("kv8-g4", "known is kv8"),
+        ("int8+int4", "int is given twice"),
+        ("head8+head4", "head is given twice"),
+        ("kv8+kv8", "kv is given twice"),
+        ("runtime+kv8", "'runtime' means no other step"),
+    ],
+)
+def test_bad_recipes(recipe, message):
+    with pytest.raises(PatchError, match=message):
+        PatchConfig.from_recipe(recipe)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({}, "a config dict is"),
+        ({"transforms": "int8"}, "a config dict is"),
+        ({"transforms": [], "extra": 1}, "keys \\['extra', 'transforms'\\]"),
+        ({"transforms": ["int8"]}, "needs a 'name'"),
+        ({"transforms": [{"bits": 4}]}, "needs a 'name'"),
+        ({"transforms": [{"name": "itn"}]}, "unknown transform 'itn'; known are head, int, kv"),
+        ({"transforms": [{"name": ["int"]}]}, "unknown transform"),
+        ({"transforms": [{"name": "int", "bit": 4}]}, "unknown field 'bit'; known are bits, group"),
+        ({"transforms": [{"name": "int", "bits": 7}]}, "bits=7; known are 2, 3, 4, 8"),
+    ],
+)
+def test_bad_dicts(data, message):
+    with pytest.raises(PatchError, match=message):
+        PatchConfig.from_dict(data)
+
+
+@pytest.mark.parametrize("config", [3, 4.5, ["int8"], [RTN(), "kv8"], object()])
+def test_other_things_are_no_configs(config):
+    with pytest.raises(PatchError, match="transform"):
+        PatchConfig.of(config)
+
+
+def test_targets_are_not_sayable_in_a_recipe():
+    config = PatchConfig((RTN(targets="lm_head"), RTN(bits=4)))
+    with pytest.raises(PatchError, match="a recipe cannot say targets or ignore"):
+        config.to_recipe()
+    assert config.describe() == "int8(targets=['lm_head'])+int4"
+    with pytest.raises(PatchError, match="not a recipe step"):
+        PatchConfig((KVCache(bits=None),)).to_recipe()
+
+
+def test_one_pattern_is_a_list_of_one():
+    assert RTN(targets="lm_head") == RTN(targets=["lm_head"]) == RTN(targets=("lm_head",))
+
+
+def test_transforms_are_frozen_and_keyword_only():
+    with pytest.raises(AttributeError):
+        RTN().bits = 4
+    with pytest.raises(TypeError):
+        RTN(4)
+
+
+def test_the_table_lists_steps_that_parse():
+    table = recipe_table()
+    assert len({step for step, _ in table}) == len(table)
+    for step, line in table:
+        assert PatchConfig.from_recipe(step).to_recipe() == step
+        assert line and len(line) < 100
+    assert {type(t) for step, _ in table for t in PatchConfig.from_recipe(step).transforms} == set(
+        all_transforms().values()
+    )
+
+
+def test_errors_are_value_errors():
+    assert issubclass(hfaccel.PatchError, ValueError) and issubclass(UnknownName, hfaccel.PatchError)
