@@ -77,7 +77,8 @@ class Facts:
             the softmax scaling) or "relative".
         rotary_dim: leading channels of a head that rotate.
         position_offset: added to a position that indexes the learned table.
-        router: "softmax_topk" or "topk_softmax"; router_renormalize: chosen weights are divided by their sum.
+        router_renormalize: the chosen experts' shares of a softmax over all are divided by their sum (that is
+            a softmax over the chosen, as gpt-oss does it).
     """
 
     norm: str
@@ -92,7 +93,6 @@ class Facts:
     position_offset: int
     attention_softcap: float | None
     final_softcap: float | None
-    router: str
     router_renormalize: bool
 
 
@@ -110,7 +110,8 @@ class Anatomy:
         head, tied: the output embedding, and whether its weight is the token embedding's tensor.
         matrices: every name that a target pattern can mean, in the model's order: all linears, embeddings,
             routers and fused experts, also those outside the layers.
-        in_axes: name -> axis of the input features where it is not 1 (Conv1D: 0; fused experts: 1 or 2).
+        in_axes: name -> axis of the input features where it is not 1 (Conv1D: 0; fused experts, while they
+            are not packed: 1 or 2).
     """
 
     family: str | None
@@ -219,7 +220,7 @@ def anatomy(model: nn.Module) -> Anatomy:
     for name in fused:
         holder = modules.get(name.rpartition(".")[0])
         swapped = getattr(holder, "is_transposed", False) if row is None else row.experts_in_axis == 1
-        if isinstance(getattr(holder, name.rpartition(".")[2], None), torch.Tensor):
+        if name not in modules and not hasattr(holder, "sizes"):
             axes[name] = 1 if swapped else 2
     kinds = {block.stack for block in blocks}
     return Anatomy(
@@ -299,7 +300,6 @@ def _facts(config, row: Family, block: Block) -> Facts:
         position_offset=row.position_offset,
         attention_softcap=getattr(config, row.attention_softcap, None) if row.attention_softcap else None,
         final_softcap=getattr(config, row.final_softcap, None) if row.final_softcap else None,
-        router=row.router,
         router_renormalize=row.router_renormalize == "=" or flag(row.router_renormalize),
     )
 
@@ -348,17 +348,17 @@ class _Grouping:
             up = up or named("fc1")
         yield named("down", "fc2", "experts_down"), next(iter(up), None), "up"
 
-    def group(
-        self, index: int, block: Block, readers: tuple[str, ...], feeder: str | None, via: str
-    ) -> Group:
-        whole = not via == "value" or (block.kv_heads and block.heads % block.kv_heads == 0)
+    def group(self, index: int, block: Block, readers: tuple[str, ...], feeder: str | None, via: str):
+        whole = via != "value" or (block.kv_heads and block.heads % block.kv_heads == 0)
         if feeder and not (whole and all(map(self.alone, (feeder, *readers)))):
             feeder = None
         owner, _, leaf = readers[0].rpartition(".")
-        reader = (
-            self.modules[readers[0]] if readers[0] in self.modules else getattr(self.modules[owner], leaf)
-        )
-        width = features(reader, self.axes.get(readers[0], 1))[0]
+        if readers[0] in self.modules:
+            width = features(self.modules[readers[0]], self.axes.get(readers[0], 1))[0]
+        elif sizes := getattr(self.modules[owner], "sizes", None):  # packed experts
+            width = sizes[leaf][1]
+        else:
+            width = features(getattr(self.modules[owner], leaf), self.axes[readers[0]])[0]
         return Group(block=index, readers=readers, feeder=feeder, via=via if feeder else "same", width=width)
 
     def alone(self, name: str) -> bool:

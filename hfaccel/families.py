@@ -37,7 +37,6 @@ class Family:
     position_offset: int = 0
     attention_softcap: str = ""  # config fields
     final_softcap: str = ""
-    router: str = "softmax_topk"
     router_renormalize: str = "="  # a config field; "=" always
     experts_in_axis: int = 2
 
@@ -166,7 +165,6 @@ FAMILIES: dict[str, Family] = {
         gate_up="interleaved",
         up_is_linear=False,  # clamp(up) + 1
         activation="=swiglu_clamped",
-        router="topk_softmax",
         experts_in_axis=1,
     ),
     "bert": Family(

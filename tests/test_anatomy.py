@@ -20,6 +20,7 @@ from transformers.activations import ACT2FN
 from transformers.masking_utils import sdpa_mask
 from transformers.pytorch_utils import Conv1D
 
+import hfaccel
 from hfaccel.anatomy import anatomy, builtin_ignore, default_sites
 from hfaccel.errors import UnsupportedModel
 from tiny import DECODERS, FAMILIES, ids, randomize, tiny
@@ -398,12 +399,8 @@ def moe(model, parts, block, seen):
     router = model.get_submodule(block.roles["router"])
     x = seen[f"{block.name}.mlp"][0].flatten(0, 1)
     scores = nn.functional.linear(x, router.weight, getattr(router, "bias", None))
-    if facts.router == "softmax_topk":
-        top, chosen = scores.softmax(-1).topk(model.config.num_experts_per_tok)
-        top = top / top.sum(-1, keepdim=True) if facts.router_renormalize else top
-    else:
-        top, chosen = scores.topk(model.config.num_experts_per_tok)
-        top = top.softmax(-1)
+    top, chosen = scores.softmax(-1).topk(model.config.num_experts_per_tok)
+    top = top / top.sum(-1, keepdim=True) if facts.router_renormalize else top
     w1, w2 = (tensor_of(model, block.roles[f"experts_{role}"]).detach() for role in ("gate_up", "down"))
     if parts.in_axes[block.roles["experts_down"]] == 1:
         w1, w2 = w1.mT, w2.mT
@@ -627,6 +624,18 @@ def test_a_weight_used_twice_is_no_feeder_and_no_reader():
     assert feeders == [None, None, None, "model.layers.0.mlp.up_proj"]
     bare = tiny("opt", layer_norm_elementwise_affine=False)
     assert anatomy(bare).groups[0].feeder is None  # a norm without a weight cannot be divided
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "mixtral", "gpt_oss", "t5"])
+def test_a_patched_model_has_the_same_parts(family):
+    model = tiny(family)
+    before = anatomy(model)
+    hfaccel.patch(model, "int4", progress=False)
+    after = anatomy(model)
+    for field in ("family", "kind", "backbone", "head", "tied", "blocks", "groups", "facts", "matrices"):
+        assert getattr(after, field) == getattr(before, field), field
+    assert default_sites(after) == default_sites(before)
+    assert after.in_axes == {}  # every packed weight is [out, in]
 
 
 def test_a_model_on_meta():
