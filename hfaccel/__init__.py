@@ -8,15 +8,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hfaccel.errors import PatchError
+from hfaccel.registration import register
 
 if TYPE_CHECKING:
     from hfaccel.cache.quantized import KVCache
-    from hfaccel.checkpoint import from_pretrained
     from hfaccel.demo import demo_model
     from hfaccel.patch import original, patch, report, unpatch
     from hfaccel.quant.head import Head
     from hfaccel.quant.rtn import RTN
     from hfaccel.recipe import PatchConfig
+    from hfaccel.source import from_pretrained
 
 __version__ = "0.1.0"
 
@@ -25,7 +26,7 @@ _PUBLIC = {  # name -> module, imported on use: `import hfaccel` stays quick
     "unpatch": "hfaccel.patch",
     "original": "hfaccel.patch",
     "report": "hfaccel.patch",
-    "from_pretrained": "hfaccel.checkpoint",
+    "from_pretrained": "hfaccel.source",
     "demo_model": "hfaccel.demo",
     "PatchConfig": "hfaccel.recipe",
     "RTN": "hfaccel.quant.rtn",
@@ -58,3 +59,4 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+register()  # transformers reads the folders that patched models save

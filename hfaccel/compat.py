@@ -86,6 +86,33 @@ def check_offload(model: nn.Module) -> None:
                 )
 
 
+def _offload_index(module: nn.Module) -> tuple[dict[str, dict], str]:
+    """Where accelerate finds offloaded weights in safetensors files, name -> place, and the module's prefix."""
+    for hook in _hooks(module):
+        weights = getattr(hook, "weights_map", None)
+        if index := getattr(getattr(weights, "dataset", None), "index", None):
+            return index, weights.prefix
+    return {}, ""
+
+
+def offload_files(module: nn.Module) -> set[str]:
+    """The files from which accelerate reads the weights of this module."""
+    index, prefix = _offload_index(module)
+    return {
+        entry["safetensors_file"]
+        for name, entry in index.items()
+        if name.startswith(prefix) and "weight_name" in entry
+    }
+
+
+def offload_place(model: nn.Module, name: str) -> tuple[str, str] | None:
+    """File and name of an offloaded tensor there: tied tensors share them, though no object in memory."""
+    owner, _, leaf = name.rpartition(".")
+    index, prefix = _offload_index(model.get_submodule(owner))
+    entry = index.get(f"{prefix}{leaf}", {})
+    return (entry["safetensors_file"], entry["weight_name"]) if "weight_name" in entry else None
+
+
 @contextmanager
 def materialized(module: nn.Module) -> Iterator[None]:
     """An offloaded module's weights in memory inside the block; anything else as it is."""

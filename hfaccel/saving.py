@@ -1,0 +1,160 @@
+"""Writing a folder: `save_pretrained` of a patched model, atomic, with a card that says how to load it.
+
+Files are written into a new folder beside the target and moved when all of them are there. Over an existing
+folder config.json goes first and comes last, and without it nothing loads: a process that is killed in the
+middle leaves the old folder, the new one, or one that is refused, never a mixture.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import shutil
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hfaccel import compat
+from hfaccel.errors import PatchError
+
+CONFIG, CARD = "config.json", "README.md"
+_WEIGHTS = r"(model|pytorch_model){variant}(-\d{{5}}-of-\d{{5}})?\.(safetensors|bin)(\.index\.json)?"
+
+
+class Saver:
+    """`model.save_pretrained` of a patched model; takes what transformers' own takes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+
+    def __deepcopy__(self, memo: dict) -> Saver:
+        return Saver(copy.deepcopy(self._model(), memo))
+
+    def __reduce__(self) -> tuple:
+        return Saver, (self._model(),)
+
+    def __call__(
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        state_dict: dict | None = None,
+        push_to_hub: bool = False,
+        max_shard_size: int | str = "50GB",
+        **kwargs: Any,
+    ) -> None:
+        """Save the model for `from_pretrained` of hfaccel and, once it is imported, of transformers.
+
+        Takes what `PreTrainedModel.save_pretrained` does; a `state_dict` counts where no weight is packed.
+        """
+        model = self._model()
+        kwargs["max_shard_size"] = max_shard_size
+        target = Path(os.path.realpath(save_directory))
+        if model._hfaccel.lent:
+            raise PatchError("save_pretrained: inside original(model); leave that block first")
+        own = type(model).save_pretrained
+        if not is_main_process or kwargs.get("distributed_checkpoint"):
+            return own(model, target, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
+        if target.exists() and not target.is_dir():
+            raise PatchError(f"{target} is a file, not a folder to save into")
+        check_offload_source(model, target)
+        journal = model._hfaccel.journal
+        if journal is not None:
+            journal.keep_files_of(target)
+        with replacing(target, kwargs.get("variant")) as folder:
+            own(model, folder, state_dict=state_dict, **kwargs)
+            if (folder / CONFIG).is_file() and getattr(model, "hf_quantizer", None) is not None:
+                write_card(folder, target, model)
+        if push_to_hub:
+            self._push(model, target, kwargs)
+
+    def _push(self, model: nn.Module, target: Path, kwargs: dict[str, Any]) -> None:
+        names = ("commit_message", "private", "token", "create_pr", "max_shard_size")
+        model.push_to_hub(kwargs.get("repo_id", target.name), **{n: kwargs[n] for n in names if n in kwargs})
+
+
+@contextmanager
+def replacing(target: Path, variant: str | None = None) -> Iterator[Path]:
+    """A new folder beside `target` to write files into; afterwards they take the place of those in `target`.
+
+    Other files of `target` stay, but for weights of a former model under other names.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(3).hex()}.saving")
+    folder.mkdir()
+    try:
+        yield folder
+        if target.is_dir() and any(target.iterdir()):
+            _move_files(folder, target, variant)
+        else:
+            os.rename(folder, target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _move_files(folder: Path, target: Path, variant: str | None) -> None:
+    new = sorted(path.name for path in folder.iterdir())
+    stale = re.compile(_WEIGHTS.format(variant=re.escape(f".{variant}") if variant else ""))
+    if CONFIG in new:
+        (target / CONFIG).unlink(missing_ok=True)
+        for path in target.iterdir():
+            if path.name not in new and stale.fullmatch(path.name):
+                path.unlink()
+    for name in sorted(new, key=lambda name: name == CONFIG):
+        os.replace(folder / name, target / name)
+
+
+def check_offload_source(model: nn.Module, target: Path) -> None:
+    """Refuse to write over the files from which offloaded weights are still read."""
+    for name, module in model.named_modules():
+        for file in compat.offload_files(module):
+            if Path(os.path.realpath(file)).parent == target:
+                raise PatchError(f"{name}: its weights are offloaded to {target}; save into another folder")
+
+
+def write_card(folder: Path, target: Path, model: nn.Module) -> None:
+    """The model card; one that is there already gets the section that it lacks."""
+    record = model.config.quantization_config
+    text = SECTION.format(
+        recipe=record.config.describe(),
+        version=record.hfaccel_version,
+        cls=type(model).__name__,
+        name=target.name,
+    )
+    try:
+        before = (target / CARD).read_text("utf-8")
+    except FileNotFoundError:
+        before = HEADER.format(name=target.name)
+    start, end = SECTION.splitlines()[0], SECTION.splitlines()[-1]
+    if start in before and end in before:
+        before, after = before.partition(start)[0], before.partition(end)[2].lstrip("\n")
+    else:
+        before, after = f"{before.rstrip()}\n\n", ""
+    (folder / CARD).write_text(f"{before}{text}{after}", "utf-8")
+
+
+HEADER = """---
+library_name: transformers
+tags:
+- hfaccel
+---
+
+# {name}
+"""
+
+SECTION = """<!-- hfaccel -->
+The weights are packed by hfaccel {version} as `{recipe}`. Import it before loading; transformers alone cannot
+read them:
+
+```python
+import hfaccel
+from transformers import {cls}
+
+model = {cls}.from_pretrained("{name}")  # or hfaccel.from_pretrained("{name}")
+```
+<!-- /hfaccel -->
+"""

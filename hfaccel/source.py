@@ -1,0 +1,218 @@
+"""`from_pretrained`: a model from a folder, a hub id, a `.gguf` file or a folder that hfaccel saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hfaccel.checkpoint import FORMAT, METHOD, parse_transforms
+from hfaccel.errors import AlreadyPatched, CheckpointError, PatchError
+from hfaccel.recipe import PatchConfig
+from hfaccel.registry import TRANSFORMS
+
+_HUB = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "revision",
+    "subfolder",
+    "token",
+    "trust_remote_code",
+)
+AUTO = "auto"  # the recipe that `patch(model)` means
+
+
+def from_pretrained(
+    path_or_id: str | Path,
+    recipe: Any = None,
+    *,
+    dtype: Any = "auto",
+    device: Any = None,
+    **hf_kwargs: Any,
+) -> nn.Module:
+    """A model of the class that its config names, in eval mode.
+
+    Args:
+        path_or_id: a folder, a hub id, a `.gguf` file (dequantized while it is read), or a folder that a
+            patched model saved, which comes back patched.
+        recipe: patch the model with it: a recipe or any other form that `patch` takes.
+        dtype: of what is not quantized; "auto" is the checkpoint's.
+        device: where the model goes, packed; "cpu" unless said otherwise.
+        hf_kwargs: for transformers' `from_pretrained`. A `quantization_config` of bitsandbytes is translated.
+    Raises: PatchError and its kinds; what transformers raises for names that do not exist.
+    """
+    if device is not None and hf_kwargs.get("device_map") is not None:
+        raise PatchError(f"device={device!r} and device_map={hf_kwargs['device_map']!r}: one of them")
+    recipe, skipped = _bitsandbytes(hf_kwargs, recipe)
+    wanted = None if recipe is None or recipe == AUTO else PatchConfig.of(recipe)
+    path_or_id, gguf = _gguf(str(path_or_id), hf_kwargs)
+    if gguf is None:
+        check_folder(path_or_id, hf_kwargs)
+    hub = {key: hf_kwargs[key] for key in _HUB if key in hf_kwargs} | ({"gguf_file": gguf} if gguf else {})
+    config = hf_kwargs.get("config") or _config(path_or_id, hub)
+    stored = stored_patch(config)
+    if stored is not None and recipe is not None and wanted != stored and _is_packed(config):
+        raise AlreadyPatched(
+            f"{path_or_id} is saved as {stored.describe()!r}; give no recipe, or patch the original model"
+        )
+    if device is not None and recipe is None:
+        hf_kwargs["device_map"] = device
+    model = _model_class(config, hf_kwargs).from_pretrained(path_or_id, dtype=dtype, **hf_kwargs)
+    model.eval()
+    if getattr(model, "_hfaccel", None) is None and (recipe is not None or stored is not None):
+        wanted = stored if wanted is None else _without(wanted, skipped, model) if skipped else wanted
+        _patch(model, None if recipe == AUTO else wanted, device, from_gguf=gguf is not None)
+    return model
+
+
+def _patch(model: nn.Module, config: PatchConfig | None, device: Any, *, from_gguf: bool) -> None:
+    from hfaccel.journal import Checkpoint
+    from hfaccel.patch import patch
+
+    if config is None and device is not None:  # measured where it will run
+        model.to(device)
+    # Originals that lie in the checkpoint cost nothing to keep; a copy of all of them is not asked for.
+    patch(model, config, keep_original=not from_gguf and bool(Checkpoint(model).files))
+    if device is not None:
+        model.to(device)
+
+
+def stored_patch(config: Any) -> PatchConfig | None:
+    """The patch of a saved folder by its config, packed or of the runtime alone. Raises: CheckpointError."""
+    if _is_packed(config):
+        return parse_transforms(config.quantization_config.get("transforms"))
+    runtime = getattr(config, "hfaccel", None)
+    if runtime is None:
+        return None
+    if not isinstance(runtime, dict) or set(runtime) != {"format", "transforms"}:
+        raise CheckpointError(
+            f"config.json: hfaccel={runtime!r} is not {{'format': ..., 'transforms': [...]}}"
+        )
+    if not isinstance(runtime["format"], int) or runtime["format"] > FORMAT:
+        raise CheckpointError(
+            f"config.json: hfaccel is of format {runtime['format']!r}; this version reads up to {FORMAT}"
+        )
+    return parse_transforms(runtime["transforms"])
+
+
+def _is_packed(config: Any) -> bool:
+    quantization = getattr(config, "quantization_config", None)
+    return isinstance(quantization, dict) and quantization.get("quant_method") == METHOD
+
+
+def check_folder(path: str, hf_kwargs: dict[str, Any]) -> None:
+    """Refuse, by name, a local folder whose index is damaged or whose shards are not all there."""
+    folder = Path(path) / hf_kwargs.get("subfolder", "")
+    if not folder.is_dir():
+        if folder.is_absolute() or path.startswith((".", "~")):
+            raise PatchError(f"{path}: no such folder or .gguf file")
+        return  # a hub id
+    variant = f".{hf_kwargs['variant']}" if hf_kwargs.get("variant") else ""
+    index = folder / f"model.safetensors.index{variant}.json"
+    if (folder / f"model{variant}.safetensors").exists() or not index.exists():
+        return
+    try:
+        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is damaged: {error}") from error
+    if missing := sorted(name for name in names if not (folder / Path(name).name).is_file()):
+        raise CheckpointError(f"{folder / missing[0]} is missing ({len(missing)} of {len(names)} shards)")
+
+
+def _config(path: str, hub: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, **hub)
+    except OSError as error:
+        if Path(path).is_dir() and "valid JSON" in str(error):
+            raise CheckpointError(f"{Path(path) / 'config.json'} is damaged: {error}") from error
+        raise
+
+
+def _model_class(config: Any, hf_kwargs: dict[str, Any]) -> Any:
+    import transformers
+
+    remote = getattr(config, "auto_map", None) or {}
+    if hf_kwargs.get("trust_remote_code") and (
+        name := next((n for n in remote if n.startswith("AutoModel")), None)
+    ):
+        return getattr(transformers, name)
+    for name in config.architectures or ():
+        if (found := getattr(transformers, name, None)) is not None:
+            return found
+    return transformers.AutoModelForCausalLM
+
+
+def _gguf(path: str, hf_kwargs: dict[str, Any]) -> tuple[str, str | None]:
+    """Folder or hub id, and the name of the GGUF file in it if that is what is meant."""
+    if path.endswith(".gguf"):
+        place = Path(path).expanduser()
+        if not place.is_file() and (
+            place.is_absolute() or path.startswith((".", "~")) or path.count("/") < 2
+        ):
+            raise PatchError(f"{path}: no such file")
+        path, hf_kwargs["gguf_file"] = (
+            (str(place.parent), place.name) if place.is_file() else path.rsplit("/", 1)
+        )
+    name = hf_kwargs.get("gguf_file")
+    if name is not None:
+        from transformers import GgufConfig
+
+        hf_kwargs.setdefault("quantization_config", GgufConfig(dequantize=True))
+    return path, name
+
+
+# bitsandbytes' configuration, in our words ----------------------------------------------------------------
+
+
+def _bitsandbytes(hf_kwargs: dict[str, Any], recipe: Any) -> tuple[Any, tuple[str, ...]]:
+    """The recipe and the modules to skip that a bitsandbytes `quantization_config` (object or dict) means.
+
+    Any other configuration stays where it is, for transformers. Raises: PatchError for what hfaccel lacks.
+    """
+    given = hf_kwargs.get("quantization_config")
+    if given is None:
+        return recipe, ()
+    if recipe is not None:
+        raise PatchError("recipe and quantization_config: a model is quantized once, give one of them")
+    values = given if isinstance(given, dict) else given.to_dict()
+    if "load_in_8bit" not in values and "load_in_4bit" not in values:
+        return recipe, ()
+    del hf_kwargs["quantization_config"]
+    if values.get("load_in_8bit"):
+        step = "int8"
+    elif values.get("load_in_4bit"):
+        step = values.get("bnb_4bit_quant_type") or "fp4"
+        if step not in TRANSFORMS:
+            raise PatchError(
+                f"BitsAndBytesConfig(load_in_4bit=True) means {step}, of which hfaccel knows nf4 alone "
+                f"({'here' if 'nf4' in TRANSFORMS else 'not in this version yet'}); recipe='int4' has 4 bits too"
+            )
+    else:
+        raise PatchError(
+            "BitsAndBytesConfig: neither load_in_8bit nor load_in_4bit is set; it asks for nothing"
+        )
+    return step, tuple(values.get("llm_int8_skip_modules") or ())
+
+
+def _without(config: PatchConfig, skipped: tuple[str, ...], model: nn.Module) -> PatchConfig:
+    """The config with the modules left alone that one of the names in `skipped` leads to or into."""
+    from hfaccel.anatomy import anatomy
+    from hfaccel.quant.head import Head
+
+    parts = anatomy(model)
+    inside = tuple(f".{name}." for name in skipped)
+    hit = [name for name in parts.matrices if any(part in f".{name}." for part in inside)]
+    out = []
+    for transform in config.transforms:
+        ignore = tuple(name for name in transform.default_targets(parts) if name in hit)
+        out.append(
+            type(transform).from_dict(transform.to_dict() | {"ignore": ignore}) if ignore else transform
+        )
+    if parts.head in hit:
+        out.append(Head(bits=16))
+    return PatchConfig(tuple(out))
