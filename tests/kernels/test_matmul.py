@@ -72,8 +72,8 @@ def quantized(w: native.Weight, x: torch.Tensor, isa=None, threads=1) -> tuple[A
     )
     for tid in range(threads):
         lib.hfa_quantize_rows(
-            ctypes.byref(w), ctypes.c_void_p(x.data_ptr()), native.DTYPES[x.dtype], ctypes.c_int64(x.stride(0)),
-            ctypes.c_int64(m), ctypes.byref(acts), tid, threads,
+            ctypes.byref(w), ctypes.c_void_p(x.data_ptr()), native.DTYPES[x.dtype],
+            ctypes.c_int64(x.stride(0)), ctypes.c_int64(m), ctypes.byref(acts), tid, threads,
         )  # fmt: skip
     return acts, buffer
 
