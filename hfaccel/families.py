@@ -3,7 +3,7 @@
 A row says where a family keeps its parts and what its config does not say. Paths are relative to a layer
 (`roles`, `norms`) or to the module that holds the layers (`outside`); of several alternatives the first that
 exists counts, as variants of a family differ. Where a config field decides, the row names the field. Each row
-was read off the family's modeling code in transformers 5.17 and 5.24; tests/test_anatomy.py checks it.
+was read off the family's modeling code in transformers 5.17 and 5.24; tests/test_families.py checks it.
 """
 
 from __future__ import annotations
