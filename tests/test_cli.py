@@ -1,0 +1,80 @@
+"""The `hfaccel` command: tables, JSON, exit codes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_readme import _tokenizer
+from tiny import tiny
+from typer.testing import CliRunner
+
+import hfaccel
+from hfaccel.cli import app
+
+
+def run(*args: str):
+    return CliRunner().invoke(app, list(args), catch_exceptions=False)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    model = tiny("llama")
+    model.save_pretrained(tmp_path / "model")
+    _tokenizer(model.config.vocab_size).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_recipes_lists_every_step():
+    from hfaccel.recipe import known_steps
+
+    printed = run("recipes").stdout
+    assert all(step in printed for step in known_steps())
+    rows = json.loads(run("recipes", "--json").stdout)
+    assert [row["step"] for row in rows] == known_steps()
+
+
+def test_patch_writes_a_folder_that_computes_the_same(folder, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "out"
+    done = run("patch", str(folder), "-o", str(out), "--recipe", "int4-g32")
+    assert done.exit_code == 0 and "int4 g32 asymmetric" in done.stdout
+    twin = hfaccel.patch(AutoModelForCausalLM.from_pretrained(folder), "int4-g32")
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(hfaccel.from_pretrained(out)(ids).logits, twin(ids).logits)
+
+
+def test_report_of_a_saved_folder_as_json(folder, tmp_path):
+    run("patch", str(folder), "-o", str(tmp_path / "out"), "--recipe", "int8")
+    made = json.loads(run("report", str(tmp_path / "out"), "--json").stdout)
+    assert made["recipe"] == "int8" and made["bytes"] < made["bytes_before"]
+    assert {row["name"] for row in made["modules"]} >= {"lm_head", "model.layers.1.mlp.down_proj"}
+
+
+def test_generate_streams_text_and_repeats_with_a_seed(folder):
+    args = ("generate", str(folder), "The three laws", "--max-new-tokens", "5", "--temperature", "1", "--seed", "3")
+    first = run(*args)
+    assert first.exit_code == 0 and len(first.stdout.split()) >= 1
+    assert run(*args).stdout == first.stdout
+
+
+def command(*args: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "hfaccel.cli", *args], capture_output=True, text=True)
+
+
+def test_exit_codes_and_one_line_errors(folder, tmp_path):
+    unknown = command("patch", str(folder), "-o", str(tmp_path / "x"), "--recipe", "int9")
+    assert unknown.returncode == 1 and not (tmp_path / "x").exists()
+    assert unknown.stderr.strip().count("\n") == 0 and "int8" in unknown.stderr
+    missing = command("report", str(tmp_path / "nowhere"))
+    assert missing.returncode == 1 and "nowhere" in missing.stderr
+    assert command("patch", str(folder)).returncode == 2
+
+
+def test_doctor_finds_nothing_wrong_here():
+    rows = json.loads(run("doctor", "--json").stdout)
+    assert {"python", "torch", "C++ kernels", "cache folder"} <= {row["what"] for row in rows}
+    assert all(row["state"] in ("ok", "absent") for row in rows)
