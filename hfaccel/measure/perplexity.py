@@ -6,7 +6,7 @@ all tokens but the first are predicted, 1,023 of 1,024:
 
     nll = mean over windows and positions of -log p(token),    perplexity = exp(nll)
 
-The softmax is taken in fp32, `ROWS` positions at a time, and summed in fp64, so that beyond the model's own logits
+The softmax is taken in fp32, `ROWS` rows at a time, and summed in fp64, so that beyond the model's own logits
 (`batch` x `window_tokens` x vocabulary) memory stays small and the sum does not depend on `batch`.
 
 A model is a causal LM of transformers, or any function from ids [B, T] (int64) to logits [B, T, V]: another
