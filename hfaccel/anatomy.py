@@ -205,13 +205,10 @@ def anatomy(model: nn.Module) -> Anatomy:
 
     if row:
         inside = modules[backbone] if backbone else model
-        places = {
-            role: hit[0] for role, paths in row.outside.items() if (hit := find(inside, paths, backbone))
-        }
+        hits = {role: find(inside, paths, backbone) for role, paths in row.outside.items()}
+        places = {role: hit[0] for role, hit in hits.items() if hit}
     else:
-        tok = _name_of(
-            modules, model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-        )
+        tok = _name_of(modules, _input_embedding(model))
         places = {"tok": tok} if tok else {}
     head = _name_of(modules, getattr(model, "get_output_embeddings", lambda: None)())
     routers = {name for b in blocks for role, name in b.roles.items() if role.split(".")[0] == "router"}
@@ -248,6 +245,16 @@ def _text_config(model: nn.Module):
     return config if config.model_type in FAMILIES else config.get_text_config()
 
 
+def _input_embedding(model: nn.Module) -> nn.Module | None:
+    try:
+        found = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # vision and speech models
+        return None
+    return (
+        found if hasattr(unwrap("", found)[1], "weight") else None
+    )  # ViT gives the module that cuts patches
+
+
 def _name_of(modules: dict[str, nn.Module], module) -> str | None:
     _, module = unwrap("", module)
     return next((name for name, known in modules.items() if known is module), None)
@@ -280,11 +287,10 @@ def _facts(config, row: Family, block: Block) -> Facts:
 
     placement = "parallel" if any(map(flag, row.parallel)) else row.placement
     rope = getattr(config, "rope_parameters", None) or {}
-    rope = next(
-        (value for value in rope.values() if isinstance(value, dict)), rope
-    )  # one for each layer type
+    rope = next((value for value in rope.values() if isinstance(value, dict)), rope)  # one a layer type
     position = "alibi_scaled" if row.alibi and flag(row.alibi) else row.position
     activation = row.activation
+    partial = rope.get("partial_rotary_factor", 1.0) if position == "rotary" else 0
     return Facts(
         norm=row.norm,
         placement="post" if row.pre_norm and not flag(row.pre_norm) else placement,
@@ -294,9 +300,7 @@ def _facts(config, row: Family, block: Block) -> Facts:
         activation=activation[1:] if activation.startswith("=") else getattr(config, activation),
         embedding_multiplier=config.hidden_size**0.5 if row.scaled_embedding else 1.0,
         position=position,
-        rotary_dim=int(block.head_dim * rope.get("partial_rotary_factor", 1.0))
-        if position == "rotary"
-        else 0,
+        rotary_dim=int(block.head_dim * partial),
         position_offset=row.position_offset,
         attention_softcap=getattr(config, row.attention_softcap, None) if row.attention_softcap else None,
         final_softcap=getattr(config, row.final_softcap, None) if row.final_softcap else None,
@@ -314,11 +318,8 @@ class _Grouping:
     def of(self, blocks: tuple[Block, ...], row: Family | None, facts: Facts | None) -> tuple[Group, ...]:
         groups = []
         for index, block in enumerate(blocks):
-            plan = (
-                self.plan(block, row, facts)
-                if row
-                else [([name], None, "same") for name in block.roles.values()]
-            )
+            alone = (([name], None, "same") for name in block.roles.values())
+            plan = self.plan(block, row, facts) if row else alone
             for readers, feeder, via in plan:
                 if readers:
                     groups.append(self.group(index, block, tuple(readers), feeder, via))

@@ -1,7 +1,7 @@
 """The layers of a model: read through a family's row, or by structure where no row explains them completely.
 
 By structure the layers are the ModuleLists whose elements contain an attention, which is the submodule with a
-`layer_idx`, and every other linear of a layer is MLP.
+`layer_idx` (or, in encoders, an `is_causal`), and every other linear of a layer is MLP.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def blocks_by_structure(model, modules, config) -> tuple[str, tuple[Block, ...]]
     if not stacks:
         raise UnsupportedModel(
             f"{type(model).__name__}: no layers found; looked for a list of {sorted(depths)} modules with an "
-            "attention, which is a submodule that has a layer_idx"
+            "attention, which is a submodule that has a layer_idx or is_causal"
         )
     experts = next((getattr(config, key) for key in _EXPERTS if getattr(config, key, None)), None)
     blocks = []
@@ -246,10 +246,11 @@ def blocks_by_structure(model, modules, config) -> tuple[str, tuple[Block, ...]]
 
 
 def _attentions(layer: nn.Module) -> dict[str, nn.Module]:
-    """Submodules with a `layer_idx` and linears of their own, outermost ones."""
+    """Submodules with a `layer_idx` or `is_causal` and linears of their own, outermost ones."""
     found: dict[str, nn.Module] = {}
     for name, module in walk(layer):
-        if hasattr(module, "layer_idx") and not any(name.startswith(f"{outer}.") for outer in found):
+        marked = hasattr(module, "layer_idx") or hasattr(module, "is_causal")
+        if marked and not any(name.startswith(f"{outer}.") for outer in found):
             if any(is_linear(child) for _, child in walk(module)):
                 found[name] = module
     return found

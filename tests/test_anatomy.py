@@ -283,6 +283,13 @@ def test_families_without_a_row():
     assert len(parts.blocks[0].linears) == 6 and len(parts.blocks[4].linears) == 10
 
 
+def test_an_encoder_whose_attention_has_no_number():
+    vit = unknown("vit", AutoModel, intermediate_size=48)
+    parts = anatomy(vit)
+    assert (parts.kind, parts.head, parts.embeddings) == ("encoder", None, {})
+    assert set(default_sites(parts)) == matrices_of_layers(vit, parts) and len(parts.blocks) == 2
+
+
 def test_routers_of_an_unknown_mixture_stay():
     parts = anatomy(
         unknown(
