@@ -38,7 +38,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hfaccel.errors import CheckpointError
@@ -67,7 +66,6 @@ class Packed:
     sizes: tuple[int, ...]
 
 
-@register_quantization_config(METHOD)
 class SavedConfig(QuantizationConfigMixin):
     """`config.quantization_config` of a patched model: the record above, parsed and checked.
 

@@ -1,4 +1,4 @@
-"""Reading a saved folder: the quantizer that transformers calls, and the checks before a model is returned."""
+"""Reading a saved folder: the quantizer that transformers calls, and checks before a model is returned."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
 from hfaccel.checkpoint import (
@@ -24,6 +24,9 @@ from hfaccel.checkpoint import (
     stored_tensors,
 )
 from hfaccel.errors import CheckpointError
+
+
+register_quantization_config(METHOD)(SavedConfig)
 
 
 @register_quantizer(METHOD)
