@@ -243,10 +243,10 @@ def _why_not(model, config, synced_gpus, model_kwargs, input_ids) -> str | None:
         if config.cache_implementation is not None:
             return f"cache_implementation={config.cache_implementation!r}"
         return "a cache passed by the caller"
-    if unknown := sorted(k for k, v in model_kwargs.items() if k not in KNOWN and v is not None):
-        return f"argument {unknown[0]}"
     if config.output_attentions or config.output_hidden_states:
         return "output_attentions or output_hidden_states"
+    if unknown := sorted(k for k, v in model_kwargs.items() if k not in KNOWN and v is not None):
+        return f"argument {unknown[0]}"
     if config.is_assistant:
         return "the model is an assistant"
     if synced_gpus:

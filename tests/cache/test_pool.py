@@ -28,17 +28,18 @@ def read(pool, sequence):
     table = torch.from_numpy(sequence.table).long()
     slots = table[position // pool.page_tokens] * pool.page_tokens + position % pool.page_tokens
     (k, v), (k1, _) = (pool.layers[layer].read(slots, torch.float32) for layer in (0, 1))
-    assert torch.equal(k, -v) and torch.equal(k1, 2 * k) and k.stride() is not None
+    assert torch.equal(k, -v) and torch.equal(k1, 2 * k)
     return k[:, 0, 0].tolist()
 
 
 def test_random_histories_equal_python_lists():
-    """Extend, roll back, fork and free in random order: every row reads what a list would, and nothing leaks."""
+    """Extend, roll back, fork and free in random order: every row reads what a list would, and nothing
+    leaks."""
     rng = random.Random(0)
     pool = PagePool(page_tokens=4)
     rows: list[tuple[Sequence, list[float]]] = []
     counter = 0
-    for _ in range(400):
+    for _ in range(150):
         action = rng.choice(["new", "extend", "extend", "rollback", "fork", "free"])
         if action == "new" or not rows:
             rows.append((Sequence(pool, expect_tokens=rng.choice([0, 5, 20])), []))
@@ -84,7 +85,8 @@ def test_a_shared_page_is_copied_only_when_written():
 
 
 def test_shared_prefix_of_whole_blocks():
-    """K6, the paging part: block size 4; a prefix found in full pages is shared, counted and outlives its owner."""
+    """K6, the paging part: block size 4; a prefix found in full pages is shared, counted and outlives its
+    owner."""
     pool = PagePool(page_tokens=4)
     for prompt in (3, 4, 5, 8, 12):
         first = Sequence(pool)
