@@ -1,0 +1,246 @@
+"""runner.py and modules.py: the step itself, whatever its shape; who runs it; what an error leaves behind."""
+
+import threading
+
+import pytest
+import torch
+
+from hfaccel.errors import PatchError
+from hfaccel.generate import mixin
+from hfaccel.runtime import Unsupported, runner
+from hfaccel.runtime.graphs import Graphs
+from tiny import ids, tiny
+
+
+@pytest.fixture(autouse=True)
+def _modules_only(monkeypatch):
+    monkeypatch.setenv("HFACCEL_EXECUTOR", "modules")
+
+
+def running(family="TL", **kwargs):
+    model = tiny(family)
+    mixin.install(model, page_tokens=4, **kwargs)
+    return model, mixin.runner_of(model)
+
+
+def dense(model, row):
+    with torch.no_grad():
+        return model(row[None], use_cache=False).logits[0]
+
+
+def feed(run, parts, sequences):
+    """One step over parts[b] (1-d ids): logits of all tokens, cut by sequence."""
+    counts = [len(part) for part in parts]
+    positions = torch.cat(
+        [torch.arange(s.length, s.length + n) for s, n in zip(sequences, counts, strict=True)]
+    )
+    out = run.step(torch.cat(parts), positions, sequences, counts, torch.arange(sum(counts)))
+    return out.split(counts)
+
+
+@pytest.mark.parametrize("family", ["TL", "gemma2", "gpt_oss", "gpt2", "bloom"])
+def test_mixed_steps_equal_dense_forwards(family):
+    """Prefill of one row, a chunk of another and decode of a third share a step; then roles change."""
+    model, run = running(family)
+    rows = [ids(1, n, seed=n)[0] for n in (9, 14, 6)]
+    want = [dense(model, row) for row in rows]
+    sequences = [run.sequence() for _ in rows]
+    plan = [(0, 5, 5), (9, 1, 0), (0, 7, 1), (0, 1, 0)]
+    done, got = [0, 0, 0], [[], [], []]
+    for counts in plan:
+        parts = [row[at : at + n] for row, at, n in zip(rows, done, counts, strict=True)]
+        for b, out in enumerate(feed(run, parts, sequences)):
+            got[b].append(out)
+            done[b] += counts[b]
+    for b in range(3):
+        torch.testing.assert_close(torch.cat(got[b]), want[b][: done[b]], atol=1e-4, rtol=0)
+    for s in sequences:
+        s.free()
+    assert run.pool.used_pages == 0
+
+
+@pytest.mark.parametrize("kv_bits", [None, 8])
+def test_chunked_prefill_equals_a_whole_one(kv_bits):
+    model, run = running(kv_bits=kv_bits)
+    prompts = [ids(1, n, seed=n)[0] for n in (23, 1, 40)]
+    positions = [torch.arange(len(p)) for p in prompts]
+    out = []
+    for chunk in (512, 7):
+        sequences = [run.sequence(expect_tokens=len(p)) for p in prompts]
+        steps = run.steps
+        out.append(run.prefill(prompts, positions, sequences, chunk_tokens=chunk))
+        assert run.steps - steps == (1 if chunk == 512 else -(-64 // 7))
+        for s in sequences:
+            s.free()
+    torch.testing.assert_close(out[1], out[0], atol=1e-4 if kv_bits is None else 0.1, rtol=0)
+    if kv_bits is None:
+        for row, prompt in zip(out[0], prompts, strict=True):
+            torch.testing.assert_close(row, dense(model, prompt)[-1], atol=1e-4, rtol=0)
+
+
+def test_rollback_then_go_on_equals_never_having_gone():
+    model, run = running()
+    row, wrong = ids(1, 15, seed=1)[0], ids(1, 6, seed=2)[0]
+    s = run.sequence()
+    feed(run, [row[:9]], [s])
+    feed(run, [wrong], [s])
+    s.rollback(6)
+    torch.testing.assert_close(feed(run, [row[9:]], [s])[0], dense(model, row)[9:], atol=1e-4, rtol=0)
+
+
+def test_asked_rows_come_in_the_order_asked_and_hidden_states_on_demand():
+    for family in ("TL", "bloom"):
+        model, run = running(family)
+        parts = [ids(1, 4, seed=3)[0], ids(1, 3, seed=4)[0]]
+        sequences = [run.sequence(), run.sequence()]
+        positions = torch.cat([torch.arange(4), torch.arange(3)])
+        rows = torch.tensor([6, 0, 3])
+        out = run.step(torch.cat(parts), positions, sequences, [4, 3], rows)
+        want = torch.cat([dense(model, part) for part in parts])[rows]
+        torch.testing.assert_close(out, want, atol=1e-4, rtol=0)
+        for s in sequences:
+            s.rollback(s.length)
+        hidden = run.step(torch.cat(parts), positions, sequences, [4, 3], rows, hidden=True)
+        torch.testing.assert_close(model.get_output_embeddings()(hidden), want, atol=1e-4, rtol=0)
+        none = run.step(parts[0], torch.arange(4), sequences[:1], [4], rows[:0])
+        assert none.shape[0] == 0 and sequences[0].length == 8
+
+
+def test_an_error_in_a_step_leaves_every_length_as_it_was():
+    model, run = running()
+    sequences = [run.sequence(), run.sequence()]
+    feed(run, [ids(1, 5)[0], ids(1, 2)[0]], sequences)
+    hook = model.model.layers[2].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        feed(run, [ids(1, 9)[0], ids(1, 1)[0]], sequences)
+    hook.remove()
+    assert [s.length for s in sequences] == [5, 2] and run.pool.used_pages == 3
+    row = torch.cat([ids(1, 5)[0], ids(1, 4, seed=8)[0]])
+    got = feed(run, [row[5:], ids(1, 1)[0]], sequences)[0]
+    torch.testing.assert_close(got, dense(model, row)[5:], atol=1e-4, rtol=0)
+
+
+def test_threads_share_a_runner():
+    model, run = running()
+    prompts = [ids(1, n, seed=n) for n in (5, 11, 17)]
+    kwargs = dict(max_new_tokens=8, do_sample=False)
+    want = [model.generate(p, **kwargs) for p in prompts]
+    got = [None] * 3
+
+    def work(i):
+        got[i] = model.generate(prompts[i], **kwargs)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)) and run.pool.used_pages == 0
+
+
+def test_choice_of_an_executor(monkeypatch):
+    model, run = running()
+    monkeypatch.setenv("HFACCEL_EXECUTOR", "fast")
+    with pytest.raises(PatchError, match="'fast'; known are auto, graphs, native, modules"):
+        run.refresh()
+    monkeypatch.setenv("HFACCEL_EXECUTOR", "auto")
+    monkeypatch.setitem(runner.EXECUTORS, "native", (f"{__name__}:never", {"cpu"}))
+    monkeypatch.setattr(runner, "find_spec", lambda name: True)
+    monkeypatch.setattr(runner, "import_module", lambda name: Modules if name == __name__ else real(name))
+    assert run.refresh().name == "modules" and run.skipped == {"native": "not today"}
+    monkeypatch.setenv("HFACCEL_STRICT", "1")
+    run.executor = None
+    with pytest.raises(PatchError, match="native: not today"):
+        run.refresh()
+
+
+real = runner.import_module
+
+
+class Modules:
+    @staticmethod
+    def never(model):
+        raise Unsupported("not today")
+
+
+def test_the_fingerprint_sees_what_changes_a_model():
+    model, run = running()
+    first = run.refresh()
+    assert run.refresh() is first
+    seen = {runner.fingerprint(model)}
+    model.model.layers[0].mlp.up_proj = torch.nn.Linear(64, 176, bias=False)
+    seen.add(runner.fingerprint(model))
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    seen.add(runner.fingerprint(model))
+    model.model.norm.register_forward_hook(lambda *_: None)
+    seen.add(runner.fingerprint(model))
+    model.to(torch.bfloat16)
+    seen.add(runner.fingerprint(model))
+    assert len(seen) == 5 and run.refresh() is not first
+
+
+def test_a_model_whose_masks_say_more_is_not_packed(monkeypatch):
+    """The masks of a window that the attention call does not name: found at the first step, run with its
+    own."""
+    model, run = running("mistral")
+    plain = tiny("mistral")
+    for layer in model.model.layers:
+        monkeypatch.setattr(layer.self_attn.config, "sliding_window", 8)
+    attention = type(model.model.layers[0].self_attn)
+    source = attention.forward
+
+    def forward(self, *args, **kwargs):
+        class Hidden:
+            def __getattr__(inner, name):
+                return None if name == "sliding_window" else getattr(config, name)
+
+        config, self.config = self.config, Hidden()
+        try:
+            return source(self, *args, **kwargs)
+        finally:
+            self.config = config
+
+    x = ids(2, 20)
+    want = plain.generate(x, max_new_tokens=5, do_sample=False)
+    monkeypatch.setattr(attention, "forward", forward)
+    assert torch.equal(model.generate(x, max_new_tokens=5, do_sample=False), want)
+    told = mixin.explain(model)
+    assert told["mode"] == "dense" and "windows {8}" in told["why"]
+
+
+def stub(run):
+    """A capture without a GPU: replay computes again into the same tensor."""
+    out = run().clone()
+    return lambda: out.copy_(run()), out
+
+
+@pytest.mark.parametrize("family", ["TL", "gemma2"])
+def test_graphs_replay_equals_modules(family):
+    """Buckets of static inputs, rows that fill them up, growth of the pool and tables, rows that leave."""
+    model, run = running(family)
+    prompts = [ids(1, n, seed=n)[0] for n in (3, 9, 14)]
+    rows = [p.clone() for p in prompts]
+    run.executor = executor = Graphs(model, capture=stub, device="cpu")
+    run._fingerprint, run._asked = runner.fingerprint(model), "modules"
+    sequences = [run.sequence() for _ in prompts]
+    logits = run.prefill(prompts, [torch.arange(len(p)) for p in prompts], sequences)
+    alive = [0, 1, 2]
+    for step in range(12):
+        if step == 6:
+            sequences[1].free()
+            alive, logits = [0, 2], logits[[0, 2]]
+        for b, row in zip(alive, logits, strict=True):
+            torch.testing.assert_close(row, dense(model, rows[b])[-1], atol=1e-4, rtol=0)
+            rows[b] = torch.cat([rows[b], row.argmax()[None]])
+        tokens = torch.stack([rows[b][-1] for b in alive])
+        positions = torch.tensor([len(rows[b]) - 1 for b in alive])
+        mine = [sequences[b] for b in alive]
+        logits = run.step(tokens, positions, mine, [1] * len(alive), torch.arange(len(alive)))
+    assert executor.replays == 12 and 2 <= executor.captures < 12 and set(executor.buckets) <= {2, 4}
+    for s in sequences:
+        s.free()
+    assert run.pool.used_pages == 0
+    with pytest.raises(Unsupported, match="the model is on cpu"):
+        Graphs(model)
+    with pytest.raises(Unsupported, match="captured"):
+        Graphs(tiny("bloom"), device="cpu")
