@@ -1,0 +1,294 @@
+"""What the paged cache and the runner cost and keep, printed: `python -m hfaccel.measure.runner_report
+--help`.
+
+    waste       slots allocated beyond tokens held, on a trace of mixed lengths, beside contiguous
+    preallocation memory      KV bytes a token against 2 x layers x KV heads x head size x bytes; what a
+    decode step at 64 rows
+                allocates at its peak, beside the dense K and V it would gather
+    perplexity  through the cache: `paged_logits` feeds each window by chunks of teacher forcing
+    sampling    chi-square of drawn first tokens against the model's distribution
+    speed       decode against transformers' own loop, batch 1 and 8 mixed lengths, alternating, median ratio
+    equality    greedy tokens against transformers, margin-aware: near-ties are ignored and their share
+    printed
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import random
+import statistics
+import time
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hfaccel.cache.pool import PagePool, Sequence
+from hfaccel.generate import mixin
+from hfaccel.measure.corpus import text
+from hfaccel.measure.perplexity import perplexity
+
+LENGTHS = (8, 2048)  # shortest and longest sequence of the trace, log-uniform
+
+
+def paged_logits(model: nn.Module, ids: torch.Tensor, *, chunk_tokens: int = 128) -> torch.Tensor:
+    """Logits [B, T, vocab] of ids [B, T], each row fed in chunks that read their past from pages."""
+    run = mixin.runner_of(model)
+    rows = []
+    for row in ids:
+        sequence = run.sequence(expect_tokens=len(row))
+        try:
+            parts = []
+            for at in range(0, len(row), chunk_tokens):
+                part = row[at : at + chunk_tokens]
+                every = torch.arange(len(part), device=row.device)
+                parts.append(run.step(part, every + at, [sequence], [len(part)], every))
+            rows.append(torch.cat(parts))
+        finally:
+            sequence.free()
+    return torch.stack(rows)
+
+
+def waste(page_tokens: int = 16, sequences: int = 200, alive: int = 32, seed: int = 0) -> dict:
+    """Rows of log-uniform lengths come, grow token by token and leave; slots held against slots allocated."""
+    rng = random.Random(seed)
+    pool = PagePool(page_tokens=page_tokens)
+
+    def draw() -> int:
+        return round(LENGTHS[0] * (LENGTHS[1] / LENGTHS[0]) ** rng.random())
+
+    waiting = [draw() for _ in range(sequences)]
+    longest, held, allocated, contiguous = max(waiting), 0, 0, 0
+    rows: list[tuple[Sequence, int]] = []
+    trace = []
+    while waiting or rows:
+        while waiting and len(rows) < alive:
+            final = waiting.pop()
+            row = Sequence(pool)
+            row.extend(max(1, final // 2))  # half of it is the prompt
+            rows.append((row, final))
+        tokens = sum(row.length for row, _ in rows)
+        held += tokens
+        allocated += pool.used_pages * page_tokens
+        contiguous += len(rows) * longest
+        trace.append((len(rows), tokens, pool.used_pages))
+        for row, final in rows:
+            if row.length < final:
+                row.extend(1)
+        for row, final in rows:
+            if row.length >= final:
+                row.free()
+        rows = [(row, final) for row, final in rows if row.length]
+    every = max(1, len(trace) // 8)
+    return {
+        "page_tokens": page_tokens,
+        "sequences": sequences,
+        "waste_paged": 1 - held / allocated,
+        "waste_contiguous": 1 - held / contiguous,
+        "trace": [{"rows": r, "tokens": t, "pages": p} for r, t, p in trace[::every]],
+    }
+
+
+class _Allocations(TorchDispatchMode):
+    """Bytes of new storages, and the largest one, while operators run."""
+
+    def __init__(self):
+        super().__init__()
+        self.known: set[int] = set()
+        self.largest = self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        inputs = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in inputs | self.known:
+                size = x.untyped_storage().nbytes()
+                self.largest, self.total = max(self.largest, size), self.total + size
+        return out
+
+
+def memory(model: nn.Module, *, rows: int = 64, context: int = 256) -> dict:
+    """A decode step of `rows` rows at `context` and at twice that: what it allocates must not follow
+    context."""
+    run = mixin.runner_of(model)
+    config = model.config
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    found = {}
+    for slots in (context, 2 * context):
+        sequences = [run.sequence(expect_tokens=slots + 4) for _ in range(rows)]
+        try:
+            prompt = torch.randint(2, 1000, (slots,), generator=torch.Generator().manual_seed(0))
+            run.prefill([prompt], [torch.arange(slots)], sequences[:1])
+            for s in sequences[1:]:
+                s.share(sequences[0].pages, slots)  # what they read does not matter here
+            for _ in range(2):
+                watch = _Allocations()
+                watch.known = {
+                    x.untyped_storage().data_ptr() for p in run.pool.layers.values() for x in p.tensors()
+                }
+                with watch:
+                    run.step(
+                        torch.zeros(rows, dtype=torch.long) + 5,
+                        torch.tensor([s.length for s in sequences]),
+                        sequences,
+                        [1] * rows,
+                        torch.arange(rows),
+                    )
+            per_token = run.pool.bytes_per_token()
+            found[slots] = watch.largest
+        finally:
+            for s in sequences:
+                s.free()
+    bytes_each = model.dtype.itemsize
+    arithmetic = 2 * config.num_hidden_layers * config.num_key_value_heads * size * bytes_each
+    if run.pool.bits == 8:
+        arithmetic = 2 * config.num_hidden_layers * config.num_key_value_heads * (size + 4)
+    dense = rows * 2 * context * config.num_key_value_heads * size * bytes_each
+    return {
+        "bytes_per_token": per_token,
+        "bytes_per_token_arithmetic": arithmetic,
+        "rows": rows,
+        "largest_allocation_bytes": found,
+        "one_dense_k_bytes": dense,
+    }
+
+
+def sampling(model: nn.Module, draws: int = 2000, cells: int = 8) -> dict:
+    """Chi-square of `draws` first tokens among the `cells` likeliest against their probabilities."""
+    ids = torch.tensor([[5, 17, 101, 33]])
+    with torch.no_grad():
+        top = model(ids).logits[0, -1].float().topk(cells)
+    expected = draws * torch.softmax(top.values, -1)
+    torch.manual_seed(0)
+    drawn = torch.cat(
+        [
+            model.generate(ids, do_sample=True, top_k=cells, max_new_tokens=1, num_return_sequences=100)[
+                :, -1
+            ]
+            for _ in range(draws // 100)
+        ]
+    )
+    counts = (drawn[:, None] == top.indices).sum(0)
+    chi = float(((counts - expected) ** 2 / expected).sum())
+    return {"chi_square": chi, "degrees_of_freedom": cells - 1, "draws": int(counts.sum())}
+
+
+def speed(plain: nn.Module, model: nn.Module, *, new_tokens: int = 24, repeats: int = 3) -> list[dict]:
+    """Seconds a decode step of both, alternating, (n + 1 tokens) - (1 token): medians and their ratio."""
+    found = []
+    for lengths in ([128], [40, 100, 300, 500, 60, 20, 250, 400]):
+        longest = max(lengths)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(5, 1000, (len(lengths), longest), generator=generator)
+        mask = torch.ones_like(ids)
+        for row, length in zip(mask, lengths, strict=True):
+            row[: longest - length] = 0
+
+        def run(one, count, ids=ids, mask=mask):
+            start = time.perf_counter()
+            one.generate(
+                ids,
+                attention_mask=mask,
+                min_new_tokens=count,
+                max_new_tokens=count,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            return time.perf_counter() - start
+
+        samples: dict[str, list[float]] = {"plain": [], "patched": []}
+        for repeat in range(repeats + 1):
+            for name, one in (("plain", plain), ("patched", model)):
+                each = (run(one, new_tokens + 1) - run(one, 1)) / new_tokens
+                if repeat:  # the first round warms up
+                    samples[name].append(each)
+        ratio = statistics.median(a / b for a, b in zip(*samples.values(), strict=True))
+        found.append(
+            {
+                "batch": len(lengths),
+                "plain_ms": 1e3 * statistics.median(samples["plain"]),
+                "patched_ms": 1e3 * statistics.median(samples["patched"]),
+                "times_faster": ratio,
+            }
+        )
+    return found
+
+
+@torch.no_grad()
+def equality(plain: nn.Module, model: nn.Module, prompts: list[torch.Tensor], new_tokens: int) -> dict:
+    """Greedy tokens of `model`, each judged against `plain` on the same prefix in one dense forward.
+
+    A token that differs where the first two logits lie within 1e-3 is ignored; their share is returned.
+    """
+    wrong = ignored = total = 0
+    for ids in prompts:
+        out = model.generate(
+            ids[None], max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0
+        )
+        logits = plain(out[:, :-1], use_cache=False).logits[0, len(ids) - 1 :].float()
+        for stop in torch.as_tensor(plain.generation_config.eos_token_id or []).flatten().tolist():
+            logits[:, stop] = float("-inf")  # min_new_tokens bans them
+        top = logits.topk(2)
+        near = top.values[:, 0] - top.values[:, 1] < 1e-3
+        differs = top.indices[:, 0] != out[0, len(ids) :]
+        wrong += int((differs & ~near).sum())
+        ignored += int(near.sum())
+        total += new_tokens
+    return {"tokens": total, "wrong": wrong, "ignored_share": ignored / total}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", nargs="*", default=["waste", "memory", "sampling"])
+    parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("--window-tokens", type=int, default=1024)
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    given = parser.parse_args()
+    report: dict = {}
+    if "waste" in given.what:
+        report["waste"] = waste()
+    if set(given.what) - {"waste"}:
+        from hfaccel.demo import demo_model
+
+        plain, tokenizer = demo_model()
+
+        def patched(kv_bits=None, dtype=torch.float32):
+            model = copy.deepcopy(plain).to(dtype)
+            mixin.install(model, kv_bits=kv_bits)
+            return model
+
+        if "memory" in given.what:
+            report["memory"] = {
+                name: memory(patched(bits, torch.bfloat16)) for name, bits in (("bf16", None), ("kv8", 8))
+            }
+        if "sampling" in given.what:
+            report["sampling"] = sampling(patched())
+        if "equality" in given.what:
+            ids = torch.tensor(tokenizer(text("wikitext2_test")[:200_000])["input_ids"])
+            prompts = [ids[i * 500 : i * 500 + 20 + 5 * i] for i in range(given.prompts)]
+            report["equality"] = equality(plain, patched(), prompts, given.new_tokens)
+        if "perplexity" in given.what:
+            report["perplexity"] = {}
+            for name, bits in (("fp32 pages", None), ("kv8", 8)):
+                model = patched(bits)
+                result = perplexity(
+                    lambda ids, model=model: paged_logits(model, ids),
+                    tokenizer,
+                    text("wikitext2_test"),
+                    windows=given.windows,
+                    window_tokens=given.window_tokens,
+                )
+                report["perplexity"][name] = {"perplexity": result.perplexity, "tokens": result.tokens}
+        if "speed" in given.what:
+            report["speed"] = speed(copy.deepcopy(plain).to(torch.bfloat16), patched(None, torch.bfloat16))
+        gc.collect()
+    report["threads"] = torch.get_num_threads()
+    print(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
