@@ -1,8 +1,8 @@
 """Executor `native`: a whole step in C++ with one call from Python (kernels' csrc/plan.cpp walks the plan).
 
-The plan is a view: records point into the modules' own tensors. Whoever keeps an executor compares the runner's
-fingerprint at each request and builds a new one on a mismatch; tensors that were replaced stay alive as long as the
-plan that points at them.
+The plan is a view: records point into the modules' own tensors. Whoever keeps an executor compares the
+runner's fingerprint at each request and builds a new one on a mismatch; tensors that were replaced stay alive
+as long as the plan that points at them.
 """
 
 from __future__ import annotations
@@ -172,17 +172,16 @@ class Encoded:
             if buffer.acts is not None:
                 c.acts = self.weights((buffer.acts,))
         modes = [plan.sync(bool(mode & 1), bool(mode & 2)) for mode in range(4)]
-        layer = -1
+        self.layers = {layer: number for number, layer in enumerate(plan.layers())}
         for i, (c, op) in enumerate(zip(self.ops, plan.ops, strict=True)):
-            layer += isinstance(op, Attend)
             c.kind = op.code
             c.sync = sum(flags[i] << mode for mode, flags in enumerate(modes))
-            self.encode(c, op, layer)
+            self.encode(c, op)
         self.c = _Plan(
             SCHEMA,
             len(plan.ops),
             len(plan.buffers),
-            layer + 1,
+            len(self.layers),
             self.ops,
             self.buffers,
             plan.vocab,
@@ -211,7 +210,7 @@ class Encoded:
                 width = self.plan.buffers[view].width
                 c.view[i] = _View(view, 0, 1, width, width)
 
-    def encode(self, c: _Op, op: Op, layer: int) -> None:
+    def encode(self, c: _Op, op: Op) -> None:
         outs = op.outs if isinstance(op, Matmul) else (getattr(op, "out", None),)
         for i in range(3):
             c.out[i] = outs[i] if i < len(outs) and outs[i] is not None else -1
@@ -234,11 +233,11 @@ class Encoded:
             c.ints[0] = op.interleaved
         elif isinstance(op, CacheWrite):
             self.views(c, op.k, op.k, op.v)
-            c.ints[0] = layer + 1  # of the Attend that follows
+            c.ints[0] = self.layers[op.layer]
         elif isinstance(op, Attend | Join):
             attend = op if isinstance(op, Attend) else op.attend
             self.views(c, attend.q, attend.k, attend.v)
-            c.ints[0], c.ints[1], c.ints[2] = layer, attend.window, attend.out
+            c.ints[0], c.ints[1], c.ints[2] = self.layers[op.layer], attend.window, attend.out
             c.reals[0], c.reals[1] = attend.scale, attend.softcap
             self.tensors(c, attend.sinks, attend.slopes)
         elif isinstance(op, Act):
@@ -265,14 +264,14 @@ class Native:
 
     name = "native"
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, plan: Plan | None = None):
         try:
             self.library = native.library()
         except native.NativeError as error:
             raise Unsupported(f"C++ kernels: {error}") from error
         _bind(self.library)
         self.model = model
-        self.plan = build(model)
+        self.plan = build(model) if plan is None else plan
         self.lock = threading.Lock()
         self.replicate = REPLICATE_TOKENS
         self._encoded = Encoded(self.plan)
@@ -351,8 +350,8 @@ class Native:
     def _find_pages(self, pool: PagePool) -> None:
         layers = self.plan.layers()
         array = (_Pages * len(layers))()
-        count = None
-        for c, op in zip(array, layers, strict=True):
+        count = pool.capacity
+        for c, op in zip(array, layers.values(), strict=True):
             pages = pool.ensure_layer(
                 op.layer, op.k.count, op.k.size, op.v.size, self.plan.dtype, torch.device("cpu")
             )
@@ -363,11 +362,25 @@ class Native:
             else:
                 c.dtype = _PAGES_I8
                 c.k_scale, c.v_scale = pages.k_scale.data_ptr(), pages.v_scale.data_ptr()
-            count = pages.k.shape[0] if count is None else min(count, pages.k.shape[0])
+            count = min(count, pages.k.shape[0])
         self._pages = array
         self._step.pages = ctypes.addressof(array)
         self._step.pages_count, self._step.page_tokens = count, pool.page_tokens
         self._pages_of = (id(pool), pool.version)
+
+    def buffers(self) -> list[torch.Tensor | None]:
+        """What the last step left in each fp32 buffer, [rows, width]; only after steps with `replicate` 0."""
+        step, plan = self._step, self.plan
+        offsets = torch.zeros(len(plan.buffers), dtype=torch.int64)
+        self.library.hfa_plan_offsets(ctypes.byref(self._encoded.c), ctypes.byref(step), offsets.data_ptr())
+        found: list[torch.Tensor | None] = []
+        for buffer, at in zip(plan.buffers, offsets.tolist(), strict=True):
+            rows = (step.asked if buffer.rows == ASKED else step.tokens) * buffer.per_row
+            size = rows * buffer.width * 4
+            raw = self._arena[at : at + size] if buffer.kind in ("f32", "i32") else None
+            dtype = torch.float32 if buffer.kind == "f32" else torch.int32
+            found.append(None if raw is None else raw.view(dtype).view(rows, buffer.width).clone())
+        return found
 
     # -- timing
 
@@ -406,4 +419,5 @@ def _bind(library: ctypes.CDLL) -> None:
                 f"C++ kernels: {struct.__name__} differs in size; the build is of another version"
             )
     library.hfa_plan_run.argtypes, library.hfa_plan_run.restype = [_ptr, _ptr], ctypes.c_int
+    library.hfa_plan_offsets.argtypes, library.hfa_plan_offsets.restype = [_ptr, _ptr, _ptr], None
     library.hfa_plan_arena.argtypes, library.hfa_plan_arena.restype = [_ptr, _ptr], _i64

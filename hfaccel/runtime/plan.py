@@ -1,10 +1,11 @@
 """The CPU plan as data: a flat list of records that a C++ walker and a PyTorch reference executor both read.
 
-A record names what it reads and writes (buffers of the arena, by number), its sizes and the tensors it uses in
-place. Every thread of one parallel region walks the whole list; `how` says which part of a buffer it touches:
+A record names what it reads and writes (buffers of the arena, by number), its sizes and the tensors it uses
+in place. Every thread of one parallel region walks the whole list; `how` says which part of a buffer it
+touches:
 
-    ROWS   its own rows. On small steps every thread does all rows, in a copy of its own ("replicated"): a norm
-           of one row costs less than a barrier.
+    ROWS   its own rows. On small steps every thread does all rows, in a copy of its own ("replicated"):
+           a norm of one row costs less than a barrier.
     COLS   its own columns, whole blocks of 16
     ITEMS  its own (sequence, KV head, keys)
     ALL    everything
@@ -25,7 +26,7 @@ from hfaccel.runtime import Unsupported
 from hfaccel_kernels.layouts import Layout
 
 if TYPE_CHECKING:
-    from hfaccel.runtime.plan_ops import Attend
+    from hfaccel.runtime.plan_ops import Attend, CacheWrite
 
 SCHEMA = 1
 ROWS, COLS, ITEMS, ALL = "rows", "cols", "items", "all"
@@ -37,8 +38,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 class Matrix:
     """One weight `[n, k]` as it lies in its module: packed in `layout`, or plain rows of a float dtype.
 
-    `transposed` marks transformers' Conv1D, whose weight is [k, n]. `experts` > 0 marks as many matrices in one
-    stacked tensor. A plain weight may be a row slice of a larger one.
+    `transposed` marks transformers' Conv1D, whose weight is [k, n]. `experts` > 0 marks as many matrices in
+    one stacked tensor.
     """
 
     n: int
@@ -221,14 +222,18 @@ class Plan:
             op.check(self)
         self.private()
 
-    def layers(self) -> list[Attend]:
-        """The attention records in order: one set of pages each."""
-        from hfaccel.runtime.plan_ops import Attend
+    def layers(self) -> dict[int, CacheWrite | Attend]:
+        """Layer -> a record with its K and V views: one set of pages each, numbered in this order."""
+        from hfaccel.runtime.plan_ops import Attend, CacheWrite
 
-        return [op for op in self.ops if isinstance(op, Attend)]
+        found: dict[int, CacheWrite | Attend] = {}
+        for op in self.ops:
+            if isinstance(op, Attend | CacheWrite):
+                found.setdefault(op.layer, op)
+        return found
 
     def private(self) -> list[bool]:
-        """Per buffer: written by ROWS records alone, so that on small steps each thread keeps its own copy."""
+        """Per buffer: written by ROWS records alone, so on small steps each thread keeps its own copy."""
         kinds: list[set[str]] = [set() for _ in self.buffers]
         for op in self.ops:
             for number, how, _, write, _ in op.accesses(self):
@@ -293,13 +298,13 @@ class Plan:
         small, large = self.sync(True, True), self.sync(False, False)
         lines = [
             f"plan schema {self.schema}: {len(self.ops)} records, {len(self.buffers)} buffers, "
-            f"{self.weight_bytes() / 1e6:.2f} MB of weights a token, {sum(small)} barriers a decode step (|), "
-            f"{sum(large)} on large steps (:)",
-            f"{'#':>4}   {'op':<10} {'name':<44} {'kB':>9}  what",
+            f"{self.weight_bytes() / 1e6:.2f} MB of weights a token, "
+            f"{sum(small)} barriers a decode step (|), {sum(large)} on large steps (:)",
+            f"{'#':>4}   {'op':<10} {'name':<48} {'kB':>9}  what",
         ]
         for index, op in enumerate(self.ops):
             mark = "|" if small[index] else ":" if large[index] else " "
             kb = f"{op.weight_bytes() / 1e3:.1f}" if op.weight_bytes() else ""
-            line = f"{index:>4} {mark} {type(op).__name__.lower():<10} {op.name:<44} {kb:>9}  {op.detail()}"
+            line = f"{index:>4} {mark} {type(op).__name__.lower():<10} {op.name:<48} {kb:>9}  {op.detail()}"
             lines.append(line.rstrip())
         return "\n".join(lines)

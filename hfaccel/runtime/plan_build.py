@@ -59,7 +59,7 @@ def build(model: nn.Module, *, hidden: bool = False) -> Plan:
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raise Unsupported for what changes a module's result and the records do not say: hooks, adapters, dropout."""
+    """Raise Unsupported for what the records do not say and a forward does: hooks, adapters, dropout."""
     for name, module in model.named_modules():
         if "base_layer" in module._modules:
             raise Unsupported(f"adapters: {name} is a {type(module).__name__}")
@@ -448,35 +448,30 @@ def _joint_name(names: list[str]) -> str:
 
 
 def matrix_of(name: str, module: nn.Module) -> Matrix:
-    """The weight of a linear, Conv1D or embedding, packed or not, in place."""
-    if isinstance(module, QuantLinear | QuantEmbedding):
-        n, k = (
-            (module.num_embeddings, module.embedding_dim)
-            if isinstance(module, QuantEmbedding)
-            else (module.out_features, module.in_features)
-        )
-        return Matrix(
-            n,
-            k,
-            module.weight,
-            module.layout,
-            module.weight_scale,
-            module.weight_zero,
-            getattr(module, "bias", None),
-        )
-    if type(module).forward not in _PLAIN_FORWARDS and not isinstance(module, nn.Embedding):
-        raise Unsupported(f"{name} is a {type(module).__name__}")
-    if isinstance(module, Conv1D):
-        return Matrix(module.nf, module.nx, module.weight, bias=module.bias, transposed=True)
+    """The weight of a linear, Conv1D or embedding, packed or not, in place.
+
+    Raises: Unsupported for anything that multiplies by more (or less) than a stored weight.
+    """
+    kind, bias = type(module), getattr(module, "bias", None)
+    if kind in (QuantLinear, QuantEmbedding):
+        n, k = module.size
+        return Matrix(n, k, module.weight, module.layout, module.weight_scale, module.weight_zero, bias)
+    if "weight" not in module._parameters:
+        raise Unsupported(f"{name} ({kind.__name__}): its weight is computed, not stored")
     weight = module.weight
-    return Matrix(weight.shape[0], weight.shape[1], weight, bias=getattr(module, "bias", None))
-
-
-_PLAIN_FORWARDS = (nn.Linear.forward, Conv1D.forward)
+    if isinstance(module, nn.Embedding):
+        if module.max_norm is not None:
+            raise Unsupported(f"{name}: embedding with max_norm")
+        return Matrix(*weight.shape, weight)
+    if kind.forward is Conv1D.forward:
+        return Matrix(module.nf, module.nx, weight, bias=bias, transposed=True)
+    if kind.forward is nn.Linear.forward:
+        return Matrix(*weight.shape, weight, bias=bias)
+    raise Unsupported(f"{name} is a {kind.__name__}")
 
 
 def split_rows(matrix: Matrix, pieces: int) -> list[Matrix] | None:
-    """Views of `pieces` equal parts of the rows, or None where a packed block would be cut or a Conv1D is in the way."""
+    """Views of `pieces` equal parts of the rows; None for a Conv1D or where a packed block would be cut."""
     n = matrix.n // pieces
     if matrix.transposed or matrix.n % pieces or (matrix.layout is not None and n % BLOCK_ROWS):
         return None

@@ -76,7 +76,7 @@ class Rope(Op):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Norm(Op):
-    """x / sqrt(mean(x^2) + eps) * w (or 1 + w), or (x - mean) / sqrt(var + eps) * w + b, for each head of a view"""
+    """For each head of a view x / sqrt(mean(x^2) + eps) * (w or 1 + w), or (x - mean) / sqrt(var + eps) * w + b"""
 
     code: ClassVar[int] = 3
     x: View = reads(ROWS)
@@ -104,7 +104,7 @@ class Norm(Op):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Quant(Op):
-    """Round rows to int8, one scale a chunk (layouts.quantize_activations); the buffer says for which matrices"""
+    """Round rows to integers (layouts.quantize_activations); the buffer says for which matrices"""
 
     code: ClassVar[int] = 4
     x: int = reads(ROWS)

@@ -227,13 +227,10 @@ void run(const Walk& w, const HfaOp& op, int tid, int nthreads) {
             const Rows r = mine(op.out[0]);
             HfaActs acts;
             hfa_acts_view(&like, w.at(op.out[0], tid), w.rows(op.out[0]), &acts);
-            acts.codes += r.begin * acts.ldq;
-            if (acts.low) acts.low += r.begin * acts.ldq;
-            acts.scales += r.begin * acts.lds;
-            acts.sums += r.begin * acts.lds;
-            const int64_t ldx = w.width(op.view[0].buffer);
-            hfa_quantize_rows(&like, w.f32(op.view[0].buffer, tid) + r.begin * ldx, HFA_F32, ldx, r.end - r.begin,
-                              &acts, 0, 1);
+            const int64_t rows = w.rows(op.out[0]), ldx = w.width(op.view[0].buffer);
+            const float* x = w.f32(op.view[0].buffer, tid);
+            for (int64_t t = r.begin; t < r.end; ++t)  // share t of `rows` is row t
+                hfa_quantize_rows(&like, x, HFA_F32, ldx, rows, &acts, (int)t, (int)rows);
             return;
         }
         case HFA_OP_MATMUL: {
@@ -363,14 +360,13 @@ int check(const HfaPlan& plan, const HfaStep& step) {
     }
     for (int64_t i = 0; i < step.asked; ++i)
         if (step.rows[i] < 0 || step.rows[i] >= step.tokens) return kRow;
-    int layers = 0;
     for (int i = 0; i < plan.ops; ++i) {
         const HfaOp& op = plan.op[i];
         for (int j = 0; j < 3; ++j)
             if (op.out[j] >= plan.buffers || op.view[j].buffer >= plan.buffers) return kPlan;
-        if (op.kind != HFA_OP_ATTEND) continue;
-        if (op.ints[0] != layers || layers >= plan.layers) return kPlan;
-        const HfaPages& p = step.pages[layers++];
+        if (op.kind != HFA_OP_ATTEND && op.kind != HFA_OP_CACHE && op.kind != HFA_OP_JOIN) continue;
+        if (op.ints[0] < 0 || op.ints[0] >= plan.layers) return kPlan;
+        const HfaPages& p = step.pages[op.ints[0]];
         if (p.kv_heads != op.view[1].count || p.k_size != op.view[1].size || p.v_size != op.view[2].size)
             return kPlan;
     }
@@ -393,6 +389,12 @@ HFA_EXPORT int64_t hfa_sizeof_plan(int what) {
 }
 
 HFA_EXPORT int64_t hfa_plan_arena(const HfaPlan* plan, const HfaStep* step) { return Walk(*plan, *step).bytes; }
+
+// Where each buffer begins in the arena (thread 0's copy): for tests that look inside.
+HFA_EXPORT void hfa_plan_offsets(const HfaPlan* plan, const HfaStep* step, int64_t* offsets) {
+    const Walk walk(*plan, *step);
+    for (int i = 0; i < plan->buffers; ++i) offsets[i] = walk.offset[i];
+}
 
 HFA_EXPORT int hfa_plan_run(const HfaPlan* plan, const HfaStep* step) {
     using namespace hfa;

@@ -1,0 +1,266 @@
+"""A plan in plain PyTorch: slow, dense, obvious. The oracle that csrc/plan.cpp must match."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hfaccel.cache.pool import LayerPages, PagePool
+from hfaccel.runtime.plan import ASKED, Matrix, Op, Plan, View
+from hfaccel.runtime.plan_build import build
+from hfaccel.runtime.plan_ops import (
+    Act,
+    Add,
+    Attend,
+    CacheWrite,
+    Embed,
+    Gather,
+    Join,
+    Logits,
+    Matmul,
+    Norm,
+    Quant,
+    Rope,
+    Rotary,
+)
+from hfaccel_kernels.layouts import dequantize, gather_rows, quantize_activations
+from hfaccel_kernels.paged import cache_write, paged_attention_reference
+
+_ACTS = {
+    "none": lambda x: x,
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_erf": F.gelu,
+    "relu": F.relu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+@dataclass
+class Step:
+    """What records read besides the model's tensors, and the buffers they leave."""
+
+    plan: Plan
+    ids: torch.Tensor
+    positions: torch.Tensor
+    block_tables: torch.Tensor
+    q_starts: torch.Tensor
+    lengths: torch.Tensor
+    rows: torch.Tensor
+    slots: torch.Tensor
+    pages: list[LayerPages]
+    out: torch.Tensor | None = None
+    buffers: list[torch.Tensor] = field(default_factory=list)
+
+
+class Reference:
+    """Runs steps of one plan record by record; the interface of `native.Native`."""
+
+    name = "reference"
+
+    def __init__(self, model: nn.Module, plan: Plan | None = None):
+        self.model = model
+        self.plan = build(model) if plan is None else plan
+
+    @torch.no_grad()
+    def step(
+        self,
+        pool: PagePool,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        block_tables: torch.Tensor,
+        q_starts: torch.Tensor,
+        lengths: torch.Tensor,
+        rows: torch.Tensor,
+        *,
+        hidden: bool = False,
+    ) -> torch.Tensor:
+        """One step; arguments and result as `modules.Modules.step`."""
+        plan = build(self.model, hidden=True) if hidden else self.plan
+        pages = [
+            pool.ensure_layer(op.layer, op.k.count, op.k.size, op.v.size, plan.dtype, ids.device)
+            for op in plan.layers().values()
+        ]
+        step = Step(
+            plan,
+            ids,
+            positions,
+            block_tables,
+            q_starts,
+            lengths,
+            rows,
+            _slots(block_tables, q_starts, lengths, pool.page_tokens),
+            pages,
+        )
+        for buffer in plan.buffers:
+            count = (rows if buffer.rows == ASKED else ids).shape[0] * buffer.per_row
+            step.buffers.append(torch.zeros(count, buffer.width))
+        for index in range(len(plan.ops)):
+            run_record(step, index)
+        if step.out is None:
+            step.out = step.buffers[_out_buffer(plan)]
+        return step.out.to(plan.dtype)
+
+
+def run_record(step: Step, index: int) -> None:
+    """One record of the step's plan, on the buffers as they are."""
+    op = step.plan.ops[index]
+    layers = list(step.plan.layers())
+    _RUN[type(op)](op, step, step.pages[layers.index(op.layer)] if op.layer in layers else None)
+
+
+def _out_buffer(plan: Plan) -> int:
+    return next(number for number, buffer in enumerate(plan.buffers) if buffer.kind == "out")
+
+
+def _slots(block_tables, q_starts, lengths, page_tokens) -> torch.Tensor:
+    """Flat slot of each token of the step."""
+    found = []
+    starts = q_starts.tolist()
+    for b, (start, stop) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+        at = torch.arange(int(lengths[b]) - (stop - start), int(lengths[b]))
+        found.append(block_tables[b].long()[at // page_tokens] * page_tokens + at % page_tokens)
+    return torch.cat(found)
+
+
+def heads_of(view: View, buffers: list[torch.Tensor]) -> torch.Tensor:
+    """[rows, count, size] of a view, no copy."""
+    x = buffers[view.buffer]
+    return x.as_strided(
+        (x.shape[0], view.count, view.size), (x.stride(0), view.stride, 1), x.storage_offset() + view.offset
+    )
+
+
+def weight_of(matrix: Matrix) -> torch.Tensor:
+    """fp32 [n, k]."""
+    if matrix.layout is None:
+        return (matrix.weight.T if matrix.transposed else matrix.weight).float()
+    return dequantize(matrix.weight, matrix.scale, matrix.zero, matrix.layout, matrix.n, matrix.k)
+
+
+def _embed(op: Embed, step: Step, _) -> None:
+    table = op.table
+    if table.layout is None:
+        x = table.weight[step.ids].float()
+    else:
+        x = gather_rows(table.weight, table.scale, table.zero, table.layout, table.k, step.ids)
+    x = x * op.multiplier
+    if op.positions is not None:
+        x = x + op.positions[step.positions + op.position_offset].float()
+    step.buffers[op.out] = x
+
+
+def _rope(op: Rope, step: Step, _) -> None:
+    angles = step.positions[:, None].float() * op.inv_freq
+    step.buffers[op.out] = torch.cat([angles.cos(), angles.sin()], 1) * op.scaling
+
+
+def _norm(op: Norm, step: Step, _) -> None:
+    x = heads_of(op.x, step.buffers)
+    if op.centered:
+        x = x - x.mean(-1, keepdim=True)
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + op.eps)
+    if op.weight is not None:
+        x = x * (op.weight.float() + (1.0 if op.unit_offset else 0.0))
+    if op.bias is not None:
+        x = x + op.bias.float()
+    step.buffers[op.out] = x.flatten(1)
+
+
+def _matmul(op: Matmul, step: Step, _) -> None:
+    x = step.buffers[op.x]
+    for out, part in zip(op.outs, op.parts, strict=True):
+        rows = x
+        if part.layout is not None:
+            codes, scales = quantize_activations(x, part.layout)
+            lengths = torch.tensor([stop - start for start, stop in part.layout.chunks(part.k)])
+            rows = codes * scales.repeat_interleave(lengths, 1)
+        y = (rows.double() @ weight_of(part).double().T).float()
+        step.buffers[out] = y if part.bias is None else y + part.bias.float()
+
+
+def _rotary(op: Rotary, step: Step, _) -> None:
+    x = heads_of(op.x, step.buffers)
+    cos, sin = step.buffers[op.table].chunk(2, 1)
+    half = cos.shape[1]
+    if op.interleaved:
+        a, b = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+    else:
+        a, b = x[..., :half], x[..., half : 2 * half]
+    cos, sin = cos[:, None], sin[:, None]
+    first, second = a * cos - b * sin, b * cos + a * sin
+    if op.interleaved:
+        turned = torch.stack([first, second], -1).flatten(-2)
+    else:
+        turned = torch.cat([first, second], -1)
+    step.buffers[op.out] = torch.cat([turned, x[..., 2 * half :]], -1).flatten(1)
+
+
+def _cache_write(op: CacheWrite, step: Step, pages: LayerPages) -> None:
+    k, v = heads_of(op.k, step.buffers), heads_of(op.v, step.buffers)
+    cache_write(k, v, pages.k, pages.v, step.slots, pages.k_scale, pages.v_scale)
+
+
+def _attend(op: Attend, step: Step, pages: LayerPages) -> None:
+    out = paged_attention_reference(
+        heads_of(op.q, step.buffers),
+        pages.k,
+        pages.v,
+        step.block_tables,
+        step.q_starts,
+        step.lengths,
+        scale=op.scale,
+        window=op.window or None,
+        softcap=op.softcap or None,
+        sinks=op.sinks,
+        alibi_slopes=op.slopes,
+        k_scale=pages.k_scale,
+        v_scale=pages.v_scale,
+    )
+    step.buffers[op.out] = out.flatten(1)
+
+
+def _copy(op: Join | Quant, step: Step, _) -> None:
+    """Join copies; Quant's rounding belongs to the matrices and is done where they are multiplied."""
+    step.buffers[op.out] = step.buffers[op.x].clone()
+
+
+def _act(op: Act, step: Step, _) -> None:
+    x = _ACTS[op.kind](heads_of(op.gate, step.buffers))
+    if op.up is not None:
+        x = x * heads_of(op.up, step.buffers)
+    step.buffers[op.out] = x.flatten(1)
+
+
+def _add(op: Add, step: Step, _) -> None:
+    step.buffers[op.x] = step.buffers[op.x] + step.buffers[op.y]
+
+
+def _gather(op: Gather, step: Step, _) -> None:
+    step.buffers[op.out] = step.buffers[op.x][step.rows]
+
+
+def _logits(op: Logits, step: Step, _) -> None:
+    x = step.buffers[op.x] * op.scale
+    step.out = op.softcap * torch.tanh(x / op.softcap) if op.softcap else x
+
+
+_RUN: dict[type[Op], object] = {
+    Embed: _embed,
+    Rope: _rope,
+    Norm: _norm,
+    Quant: _copy,
+    Matmul: _matmul,
+    Rotary: _rotary,
+    CacheWrite: _cache_write,
+    Attend: _attend,
+    Join: _copy,
+    Act: _act,
+    Add: _add,
+    Gather: _gather,
+    Logits: _logits,
+}

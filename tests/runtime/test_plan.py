@@ -1,0 +1,159 @@
+"""The records themselves: what is built, printed, checked, and where barriers stand."""
+
+import re
+
+import pytest
+import torch
+
+import tiny
+from hfaccel.runtime import Unsupported
+from hfaccel.runtime.plan import ASKED, TOKENS, Buffer, Matrix, Plan, View
+from hfaccel.runtime.plan_build import build
+from hfaccel.runtime.plan_ops import Act, Add, Attend, CacheWrite, Gather, Join, Matmul, Norm, Quant
+from hfaccel_kernels.layouts import Layout
+from plans import FAMILIES, quantize
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_points_at_the_models_own_tensors(family):
+    """No copies: every weight of the model is pointed at in place, or (rope's frequencies) computed."""
+    model = quantize(tiny.tiny(family), Layout(4, 32, False))
+    plan = build(model)
+    mine = {t.data_ptr() for op in plan.ops for t in op.tensors()}
+    buffers = [b for name, b in model.named_buffers() if "scale" in name or "zero" in name]
+    theirs = {t.data_ptr(): t for t in (*model.parameters(), *buffers) if t.numel() > 1}
+    missing = [tuple(t.shape) for at, t in theirs.items() if at not in mine]
+    # the right half of a fused gate and up is reached through its left half
+    assert not missing
+    weights = sum(t.numel() * t.element_size() for t in theirs.values())
+    assert plan.weight_bytes() <= weights * 1.01
+
+
+def test_five_barriers_a_layer_on_decode_steps():
+    few, many = (build(tiny.tiny("llama", num_hidden_layers=n)) for n in (2, 6))
+    assert sum(many.sync(True, True)) - sum(few.sync(True, True)) == 4 * 5
+    assert sum(few.sync(False, False)) > sum(few.sync(True, True))
+
+
+def barriers(family, **modes):
+    plan = build(tiny.tiny(family))
+    flags = plan.sync(**modes)
+    return plan, {op.name: flag for op, flag in zip(plan.ops, flags, strict=True)}, flags
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("replicated", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_barrier_between_every_product_and_its_reader(family, replicated, fused):
+    """Whoever reads rows of a product, or a product of rows, waits for the other threads."""
+    plan, _, flags = barriers(family, replicated=replicated, fused=fused)
+    written: dict[int, tuple[int, str]] = {}
+    for index, op in enumerate(plan.ops):
+        if fused and isinstance(op, CacheWrite):
+            continue
+        for number, how, read, _, _ in op.accesses(plan):
+            if read and number in written:
+                at, by = written[number]
+                crossing = {how, by} == {"rows", "cols"} and not (replicated and by == "rows")
+                if crossing or (by == "items" and how != "items"):
+                    assert any(flags[at + 1 : index + 1]), (op.name, plan.buffers[number].name)
+        for number, how, _, write, _ in op.accesses(plan):
+            if write:
+                written[number] = (index, how)
+
+
+def test_activation_follows_its_product_without_a_barrier():
+    plan, _, flags = barriers("llama", replicated=False, fused=False)
+    acts = [flags[i] for i, op in enumerate(plan.ops) if isinstance(op, Act)]
+    assert acts == [False, False]
+
+
+def test_fused_gate_and_up_are_two_views_where_blocks_allow():
+    aligned = build(quantize(tiny.tiny("phi3"), Layout(4, 32)))  # 112 rows: 7 blocks
+    assert [len(op.parts) for op in aligned.ops if isinstance(op, Matmul) and "gate_up" in op.name] == [2, 2]
+    cut = build(quantize(tiny.tiny("phi3", intermediate_size=100), Layout(4, 32)))
+    assert [len(op.parts) for op in cut.ops if isinstance(op, Matmul) and "gate_up" in op.name] == [1, 1]
+
+
+def test_shared_input_is_quantized_once_for_each_kind_of_chunk():
+    model = quantize(tiny.tiny("llama"), Layout(4, 32))
+    assert sum(isinstance(op, Quant) for op in build(model).ops) == 2 * 4 + 1
+    attention = model.model.layers[0].self_attn
+    mixed = quantize(tiny.tiny("llama"), Layout(8, act_bits=16)).model.layers[0].self_attn
+    attention.v_proj = mixed.v_proj
+    plan = build(model)
+    assert sum(isinstance(op, Quant) for op in plan.ops) == 2 * 4 + 2
+    names = [op.name for op in plan.ops if isinstance(op, Matmul) and ".0.self_attn" in op.name]
+    assert [name.rpartition(".")[2] for name in names] == ["q_proj+k_proj", "v_proj", "o_proj"]
+
+
+def test_only_asked_rows_go_through_the_last_layers_mlp():
+    plan = build(tiny.tiny("llama"))
+    first = next(i for i, op in enumerate(plan.ops) if isinstance(op, Gather))
+    after = plan.ops[first:]
+    assert any(isinstance(op, Matmul) and "down_proj" in op.name for op in after)
+    assert {plan.buffers[op.outs[0]].rows for op in after if isinstance(op, Matmul)} == {ASKED}
+    assert not any(isinstance(op, Attend) for op in after)
+
+
+def test_prints_a_line_a_record():
+    plan = build(quantize(tiny.tiny("qwen3"), Layout(4, 64, False, "fp16")))
+    head, columns, *lines = str(plan).splitlines()
+    assert f"{len(plan.ops)} records" in head and "barriers" in head and "what" in columns
+    assert len(lines) == len(plan.ops)
+    assert any("int4g64z" in line and "q_proj+k_proj+v_proj" in line for line in lines)
+    kb = [float(found[1]) for line in lines if (found := re.search(r" (\d+\.\d)  ", line))]
+    assert abs(sum(kb) * 1e3 - plan.weight_bytes()) < 60 * len(lines)
+
+
+def plan_of(*ops, buffers):
+    plan = Plan(list(ops), buffers, vocab=8, out_width=8, dtype=torch.float32)
+    plan.check()
+    return plan
+
+
+A, B = Buffer("a", 8, TOKENS), Buffer("b", 6, TOKENS)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        Add(name="x", x=0, y=1),
+        Norm(name="x", x=View(0, 4, 1, 8, 8), out=0, eps=1e-5),
+        Norm(name="x", x=View(0, 0, 1, 8, 8), out=0, eps=1e-5, weight=torch.ones(6)),
+        Norm(name="x", x=View(0, 0, 1, 8, 8), out=0, eps=1e-5, weight=torch.ones(8, dtype=torch.float64)),
+        Matmul(name="x", x=0, outs=(1,), parts=(Matrix(8, 8, torch.zeros(8, 8)),)),
+        Matmul(name="x", x=0, outs=(1,), parts=(Matrix(6, 8, torch.zeros(8, 6).T),)),
+        Matmul(name="x", x=0, outs=(1,), parts=(Matrix(6, 8, torch.zeros(6, 8, dtype=torch.int8)),)),
+        Quant(name="x", x=0, out=1),
+        Gather(name="x", x=0, out=1),
+        Act(name="x", gate=View(0, 0, 1, 8, 8), out=0, kind="mish"),
+    ],
+    ids=lambda op: type(op).__name__,
+)
+def test_records_that_do_not_fit_their_buffers_are_refused(op):
+    with pytest.raises(Unsupported, match="x \\(|contiguous|int8"):
+        plan_of(op, buffers=[A, B])
+
+
+def test_attention_is_checked():
+    def attend(heads, kv_heads, size, **more):
+        q = View(0, 0, heads, size, size)
+        k = View(0, 0, kv_heads, size, size)
+        one = Attend(name="x", q=q, k=k, v=k, out=1, scale=1.0, **more)
+        width = heads * size
+        return plan_of(one, buffers=[Buffer("q", width, TOKENS), Buffer("o", width, TOKENS)])
+
+    assert attend(6, 2, 16).layers()
+    for heads, kv_heads, size in ((6, 4, 16), (128, 1, 16), (2, 2, 1024)):
+        with pytest.raises(Unsupported):
+            attend(heads, kv_heads, size)
+    with pytest.raises(Unsupported, match="sinks"):
+        attend(6, 2, 16, sinks=torch.zeros(5))
+
+
+def test_join_belongs_to_its_attention():
+    view = View(0, 0, 2, 4, 4)
+    attend = Attend(name="x", q=view, k=view, v=view, out=0, scale=1.0)
+    with pytest.raises(Unsupported):
+        plan_of(Join(name="x", x=1, out=0, attend=attend), buffers=[A, Buffer("c", 8, TOKENS)])
