@@ -7,6 +7,7 @@ PIP := $(BIN)/python -m pip
 READY := $(VENV)/installed
 OLDEST := .venv-oldest
 OLDEST_TRANSFORMERS := 5.17.0
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test test-oldest lint format install wheel clean
 

@@ -8,10 +8,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 import transformers
+from hypothesis import settings
 
 torch.set_num_threads(
     len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 )
+
+# The same examples in every run, and no deadline: how long one takes depends on the machine.
+settings.register_profile("hfaccel", derandomize=True, deadline=None)
+settings.load_profile("hfaccel")
 
 
 def pytest_report_header():

@@ -22,7 +22,9 @@ def bars(rows: list[dict[str, Any]], columns: dict[str, str], title: str, path: 
         raise PatchError("a chart needs matplotlib: pip install 'hfaccel[eval]'") from None
     figure = Figure(figsize=(3.4 * len(columns), 0.5 * len(rows) + 1.4), layout="constrained")
     names = [row["recipe"] for row in rows]
-    for axis, (key, heading) in zip(figure.subplots(1, len(columns), squeeze=False)[0], columns.items(), strict=True):
+    for axis, (key, heading) in zip(
+        figure.subplots(1, len(columns), squeeze=False)[0], columns.items(), strict=True
+    ):
         values = [row.get(key) or 0.0 for row in rows]
         drawn = axis.barh(names, values, color=[f"C{i}" for i in range(len(rows))])
         axis.bar_label(drawn, [f"{value:,.4g}" if value else "" for value in values], padding=2, fontsize=8)

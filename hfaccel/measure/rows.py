@@ -110,7 +110,9 @@ def _continue(model: Any, tokenizer: Any, start: str) -> str:
 def measure_apart(spec: Spec) -> dict[str, Any]:
     """Measure one row in a fresh process. Raises: PatchError with the process's last line if it fails."""
     done = subprocess.run(
-        [sys.executable, "-m", "hfaccel.measure.rows", json.dumps(asdict(spec))], capture_output=True, text=True
+        [sys.executable, "-m", "hfaccel.measure.rows", json.dumps(asdict(spec))],
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]

@@ -43,7 +43,9 @@ class _FirstToken:
         pass
 
 
-def prompt_ids(tokenizer: Any, text: str, tokens: int, batch: int = 1, vocab: int | None = None) -> torch.Tensor:
+def prompt_ids(
+    tokenizer: Any, text: str, tokens: int, batch: int = 1, vocab: int | None = None
+) -> torch.Tensor:
     """[batch, tokens] int64 cut from a text, each row at another place; random ids without a tokenizer."""
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
@@ -63,7 +65,9 @@ def generate_once(model: Any, ids: torch.Tensor, new_tokens: int) -> tuple[float
     streamer = _FirstToken() if ids.shape[0] == 1 else None  # transformers streams one row only
     start = time.perf_counter()
     if streamer is None:
-        model.generate(ids, attention_mask=mask, **{**options, "min_new_tokens": 1, "max_new_tokens": 1}, **pad)
+        model.generate(
+            ids, attention_mask=mask, **{**options, "min_new_tokens": 1, "max_new_tokens": 1}, **pad
+        )
         first = time.perf_counter() - start
         start = time.perf_counter()
         model.generate(ids, attention_mask=mask, **options, **pad)
