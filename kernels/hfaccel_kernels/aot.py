@@ -1,9 +1,10 @@
-"""Compile the Triton kernels for GPUs that are not here, through the ops' public functions, and look at what comes out.
+"""Compile the Triton kernels for GPUs that are not here, through the ops' public functions, and look at them.
 
-`compiling(capability)` puts a driver in place that knows a target and no device: what an op would launch on that GPU is
-compiled from the arguments it was given, CPU tensors, and not run. `inspect` disassembles the machine code: spills to
-local memory (LDL, STL) and the stack must be none, since Triton compiles such a kernel without a word, as it does one
-whose shared memory no multiprocessor has. `python -m hfaccel_kernels.aot` prints the table for all cases below.
+`compiling(capability)` puts a driver in place that knows a target and no device: what an op would launch on
+that GPU is compiled from the arguments it was given, CPU tensors, and not run. `inspect` reads the machine
+code: spills to local memory (LDL, STL) and stack must be none, since Triton compiles such a kernel without a
+word, as it does one that wants more shared memory than a multiprocessor has.
+`python -m hfaccel_kernels.aot` prints the table for all cases below.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -34,7 +36,7 @@ CAPABILITIES = (80, 90, 100)
 
 
 class _Driver:
-    """A target without a device. Triton keeps compiled kernels by device number: the capability serves as one."""
+    """A target without a device. Triton keeps kernels by device number: the capability serves as one."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -56,6 +58,7 @@ class _Driver:
 class Launch:
     """A kernel as an op launched it. `constants`: its constexpr arguments and Triton's options, by name."""
 
+    module: str
     name: str
     capability: int
     constants: dict[str, Any]
@@ -64,25 +67,36 @@ class Launch:
 
 @contextlib.contextmanager
 def compiling(capability: int) -> Iterator[list[Launch]]:
-    """While open, ops choose their Triton backend on CPU tensors; launches compile for that GPU and run nothing."""
+    """While open, ops choose their Triton backend on CPU tensors; launches compile for that GPU and run
+    nothing.
+
+    Kernels compile in threads (LLVM and ptxas leave Python's lock alone) and are ready when the context is
+    left.
+    """
     launches: list[Launch] = []
-    before, run, forced = driver._active, JITFunction.run, os.environ.get("HFACCEL_BACKEND")
+    active, run, forced = driver._active, JITFunction.run, os.environ.get("HFACCEL_BACKEND")
+    line_info = triton.knobs.compilation.disable_line_info
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         constants = {name: value for name, value in kwargs.items() if not isinstance(value, torch.Tensor)}
-        launches.append(Launch(self.fn.__name__, capability, constants, kernel))
-        return kernel
+        launches.append(Launch(self.fn.__module__, self.fn.__name__, capability, constants, kernel))
 
     driver.set_active(_Driver(capability))
     JITFunction.run = compile_only
     os.environ["HFACCEL_BACKEND"] = "triton"
+    triton.knobs.compilation.disable_line_info = True
     try:
-        with triton_support.assume(capability):
+        with (
+            ThreadPoolExecutor(os.cpu_count() or 1) as pool,
+            triton.AsyncCompileMode(pool),
+            triton_support.assume(capability),
+        ):
             yield launches
     finally:
+        triton.knobs.compilation.disable_line_info = line_info
         JITFunction.run = run
-        driver._active = before
+        driver._active = active
         del os.environ["HFACCEL_BACKEND"]
         if forced is not None:
             os.environ["HFACCEL_BACKEND"] = forced
@@ -95,11 +109,15 @@ class Machine:
     launch: Launch
     shared_bytes: int
     stack_bytes: int
-    spills: int
+    spills: int  # loads and stores of local memory, in the machine code
     registers: int
-    wide_loads: int  # of 16 bytes from global memory, to registers or to shared memory
+    wide_loads: (
+        int  # of 16 bytes from global memory, to registers or to shared memory; this and the rest in the PTX
+    )
     async_copies: int
-    tensor_core: int
+    mma: int  # mma.sync
+    wgmma: int
+    tcgen05: int
 
     @property
     def faults(self) -> list[str]:
@@ -113,41 +131,57 @@ class Machine:
         return found
 
     def __str__(self) -> str:
-        interesting = {k: v for k, v in self.launch.constants.items() if v is not False and k != "enable_fp_fusion"}
+        shown = {k: v for k, v in self.launch.constants.items() if v is not False and k != "enable_fp_fusion"}
         return (
-            f"sm_{self.launch.capability:<3} {self.launch.name:9} shared {self.shared_bytes:6}  registers "
-            f"{self.registers:3}  16-byte loads {self.wide_loads:3}  cp.async {self.async_copies:3}  tensor core "
-            f"{self.tensor_core:3}  " + " ".join(f"{k}={v}" for k, v in interesting.items())
+            f"sm_{self.launch.capability:<3} {self.launch.name:8} shared {self.shared_bytes:6}  "
+            f"registers {self.registers:3}  16-byte loads {self.wide_loads:2}  cp.async {self.async_copies:2}  "
+            f"mma {self.mma:3}  wgmma {self.wgmma:2}  tcgen05 {self.tcgen05:2}  "
+            + " ".join(f"{k}={v}" for k, v in shown.items())
         )
 
 
+def machine_code(cubin: bytes) -> list[int]:
+    """Opcodes of a cubin's text sections: the low 9 bits of each 16-byte instruction (sm_70 and later)."""
+    (sections_at,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, sections_at + i * size) for i in range(count)]
+    opcodes: list[int] = []
+    for name, _, _, _, start, length in sections:
+        if cubin.startswith(b".text.", sections[names][4] + name):
+            words = struct.unpack_from(f"<{length // 8}Q", cubin, start)
+            opcodes += [word & 0x1FF for word in words[::2]]
+    return opcodes
+
+
+LDL, STL = 0x183, 0x187
+
+
 def inspect(launch: Launch) -> Machine:
-    """Disassemble a launch's machine code with the tools that come with Triton."""
+    """Look at a launch's PTX, machine code and resource usage."""
+    ptx, cubin = launch.kernel.asm["ptx"], launch.kernel.asm["cubin"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(launch.kernel.asm["cubin"])
+        file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", file.name]
-        tool_path = {**os.environ, "PATH": f"{os.path.dirname(command[0])}{os.pathsep}{os.environ.get('PATH', '')}"}
-        text = subprocess.run(command, check=True, capture_output=True, text=True, env=tool_path).stdout
-    if not re.search(r"\bEXIT\b", text):
-        raise RuntimeError(f"no machine code of {launch.name} for sm_{launch.capability} in:\n{text[:500]}")
-
-    def count(pattern: str) -> int:
-        return len(re.findall(pattern, text))
-
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    opcodes = machine_code(cubin)
+    wide = re.findall(r"\bld\.global\S*\.v4\.b32|\bcp\.async\.c\S+ \[[^]]*\], \[[^]]*\], 0x10\b", ptx)
     return Machine(
         launch,
         shared_bytes=launch.kernel.metadata.shared,
-        stack_bytes=int(re.search(r"STACK:(\d+)", text)[1]),
-        spills=count(r"\b(?:LDL|STL)\b"),
-        registers=int(re.search(r"REG:(\d+)", text)[1]),
-        wide_loads=count(r"\b(?:LDG|LDGSTS)\S*\.128\b"),
-        async_copies=count(r"\bLDGSTS\b"),
-        tensor_core=count(r"\b(?:HMMA|HGMMA|UTCHMMA|UTCQMMA|UTCIMMA)\b"),
+        stack_bytes=int(re.search(r"STACK:(\d+)", usage)[1]),
+        spills=opcodes.count(LDL) + opcodes.count(STL),
+        registers=int(re.search(r"REG:(\d+)", usage)[1]),
+        wide_loads=len(wide),
+        async_copies=len(re.findall(r"\bcp\.async\.c[ag]\.", ptx)),
+        mma=len(re.findall(r"\bmma\.sync", ptx)),
+        wgmma=len(re.findall(r"\bwgmma\.mma_async", ptx)),
+        tcgen05=len(re.findall(r"\btcgen05\.mma\b", ptx)),
     )
 
 
-# ---------------------------------------------------------------- cases: op -> calls that cover its kernels and configs
+# ---------------------------------------------------------------- cases: op -> calls that cover its kernels
+# and configs
 
 
 def _linear(m: int, layout: Layout, dtype=torch.bfloat16, n: int = 4096, k: int = 512, bias: bool = False):
@@ -198,43 +232,42 @@ _MANY = [256] * 2  # prefill
 _SINKS = {"sinks": torch.empty(8)}
 _ALL = {"window": 64, "softcap": 30.0, "alibi_slopes": torch.empty(8)}
 
-# For every GPU: each launch config of each table at least once.
+# For every GPU: each launch config of each table at least once, where it takes most registers.
 CASES: dict[str, list[Callable[[], None]]] = {
     "qlinear": [
         *(partial(_linear, 4, layout) for layout in (_INT8, _INT4, _INT3, _INT2)),
-        *(partial(_linear, 1, layout) for layout in (_INT8, _INT4)),
         partial(_linear, 16, _INT4, n=256, k=4096, bias=True),  # in parts, and their sum
         *(partial(_linear, m, _INT4) for m in (32, 64, 128)),
-        *(partial(_linear, m, _INT8) for m in (16, 128)),
         *(partial(_linear, m, _INT4, _FP32) for m in (16, 128)),
+        partial(_linear, 128, _INT8),
     ],
-    "cache_write": [_write, partial(_write, int8=True)],
+    "cache_write": [partial(_write, int8=True)],
     "paged_attention": [
-        *(partial(_attention, _FEW, size=size) for size in (64, 128, 256)),
+        *(partial(_attention, _FEW, size=size) for size in (64, 256)),
         *(partial(_attention, _FEW, _FP32, size) for size in (128, 256)),
         partial(_attention, _FEW, size=128, keys=4096, int8=True, **_SINKS),  # in parts, and their join
         *(partial(_attention, _MANY, size=size) for size in (64, 128, 256)),
-        *(partial(_attention, _MANY, _FP32, size) for size in (128, 256)),
+        partial(_attention, _MANY, _FP32, 128),
     ],
 }
 # For one GPU: the specializations that the configs meet besides.
 MORE: dict[str, list[Callable[[], None]]] = {
     "qlinear": [
-        partial(_linear, 2, _INT4),
-        partial(_linear, 1, _INT4, _FP16, bias=True),
+        partial(_linear, 1, _INT8),
+        partial(_linear, 1, _INT4),
+        partial(_linear, 2, _INT4, _FP16, bias=True),
         partial(_linear, 1, _INT8_ASYM, _FP32),
         partial(_linear, 1, _INT4, n=256, k=4096),
-        partial(_linear, 1, _INT4_SYM),
-        partial(_linear, 3, Layout(4, 20, False), n=70, k=130),  # gaps, and nothing divisible by 16
+        partial(_linear, 4, _INT4_SYM),
+        partial(_linear, 1, Layout(4, 20, False), n=70, k=130),  # gaps, and nothing divisible by 16
         partial(_linear, 7, Layout(3, 20, False), n=70, k=130),
         partial(_linear, 16, _INT8_ASYM, _FP16, bias=True),
         partial(_linear, 128, _INT8_ASYM, _FP32),
-        *(partial(_linear, m, layout) for m in (16, 128) for layout in (_INT4_SYM, _INT3, _INT2)),
+        *(partial(_linear, 128, layout) for layout in (_INT4_SYM, _INT3, _INT2)),
     ],
-    "cache_write": [partial(_write, _FP32, 80, int8=True), partial(_write, _FP16, 80)],
+    "cache_write": [partial(_write, _FP16, 80)],
     "paged_attention": [
         partial(_attention, _FEW, _FP16, 80, 3, **_SINKS, **_ALL),
-        partial(_attention, _FEW, size=128, int8=True),
         partial(_attention, _MANY, size=128, int8=True, **_SINKS, **_ALL),
         partial(_attention, _MANY, _FP32, 64, int8=True, **_SINKS),
         partial(_attention, _FEW, size=64, ratio=71),
@@ -243,16 +276,23 @@ MORE: dict[str, list[Callable[[], None]]] = {
 
 
 def build(capability: int, cases: dict[str, list[Callable[[], None]]] = CASES) -> dict[str, list[Machine]]:
-    """Compile and disassemble `cases` for one GPU; per op, each kernel once."""
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        waiting = {}
+    """Compile `cases` for one GPU and look at the outcome; per op, each kernel once."""
+    found = {}
+    with compiling(capability) as launches:
         for op, calls in cases.items():
-            with compiling(capability) as launches:
-                for call in calls:
-                    call()
-            unique = {id(launch.kernel): launch for launch in launches}
-            waiting[op] = [pool.submit(inspect, launch) for launch in unique.values()]
-        return {op: [future.result() for future in futures] for op, futures in waiting.items()}
+            before = len(launches)
+            for call in calls:
+                call()
+            found[op] = launches[before:]
+    return {
+        op: [inspect(one) for one in {id(_code(one)): one for one in many}.values()]
+        for op, many in found.items()
+    }
+
+
+def _code(launch: Launch):
+    """One object per compiled kernel, however often it was launched."""
+    return launch.kernel.result() if hasattr(launch.kernel, "result") else launch.kernel
 
 
 def main() -> int:

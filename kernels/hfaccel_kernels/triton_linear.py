@@ -1,18 +1,20 @@
-"""y = x @ W^T + bias with W packed as `layouts` says: weights stay packed in memory, activations stay as they are.
+"""y = x @ W^T + bias with W packed as `layouts` says: weights stay packed in memory, activations as they are.
 
-W[n, k] = s[n, g] * (u[n, k] - z[n, g]) with u the unsigned code, z the zero point (2^(bits-1) when symmetric) and
-g the group of k. Codes are read as 32-bit words: word (step, line, r) of a 16-row block holds codes of row r, so that
-16 neighbouring words are 64 contiguous bytes and a thread loads 16 bytes at a time. Both kernels walk the padded K
-axis of the layout, step by step; `_k_of` says which element of x belongs to a place on it.
+W[n, k] = s[n, g] * (u[n, k] - z[n, g]) with u the unsigned code, z the zero point (2^(bits-1) when symmetric)
+and g the group of k. Codes are read as 32-bit words: word (step, line, r) of a 16-row block holds codes of
+row r, so that 16 neighbouring words are 64 contiguous bytes and a thread loads 16 bytes at a time. Both
+kernels walk the padded K axis of the layout, step by step; `_k_of` says which element of x belongs where.
 
-    M <= 4   `_gemv`: fp32 FMAs; a program has the 16 rows of one block and all of K, or a part of K when there are
-             too few blocks to fill a GPU. A code is moved into the top mantissa bits of 2^bits, which makes it the
-             float 2^bits + u without a conversion; 2^bits + z is taken off once a group, with the sum of x.
-    M > 4    `_gemm`: tensor cores. With one group a row, u - z is exact in bf16, fp16 and tf32, and the scale is
-             applied to the sums; with smaller groups s * (u - z) is rounded to x's dtype. fp32 x takes three tf32
-             products (error about 1e-6). M <= 16 splits K as `_gemv` does.
-Sums are fp32. The parts of a split K go to a workspace and `_combine` adds them in order: no atomics, so that one
-shape always gives the same bits.
+    M <= 4   `_gemv`: fp32 FMAs; a program has the 16 rows of one block and all of K, or a part of K when
+             there are too few blocks to fill a GPU. A code is moved into the top mantissa bits of 2^bits,
+             which makes it the float 2^bits + u without a conversion; 2^bits + z is taken off once a group,
+             with the sum of x. Where groups are no whole steps: M = 1 only.
+    M > 4    `_gemm`: tensor cores. With one group a row, u - z is exact in bf16, fp16 and tf32 and the scale
+             is applied to the sums; with smaller groups s * (u - z) is rounded to x's dtype. fp32 x takes
+             three tf32 products (error about 1e-6). M <= 16 splits K as `_gemv` does.
+
+Sums are fp32. The parts of a split K go to a workspace and `_combine` adds them in order: no atomics, so that
+one shape always gives the same bits.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ from .triton_support import Config, interpreting
 FILL = 128  # programs wanted before K is split: about one for each multiprocessor of a large GPU
 GEMV_ROWS = (1, 2, 4)
 
-# By bits; tile: steps of K. 64 steps of 16 words are one 16-byte load for each of 256 threads. What bounds the others
-# is that their scales stay fewer than threads: Triton then loads them in the layout of the words, where more would go
-# through shared memory and two barriers.
+# By bits; tile: steps of K. 64 steps of 16 words are one 16-byte load for each of 256 threads. What bounds
+# the others is that their scales stay fewer than threads: Triton then loads them in the layout of the words,
+# where more would go through shared memory and two barriers.
 GEMV = {
     8: Config((128,), 8, 4),
     4: Config((64,), 8, 5),
@@ -45,7 +47,7 @@ GEMM = {
         (None, Config((128, 128, 64), 8, 3)),
     ),
     "fp32": (
-        (16, Config((16, 64, 64), 4, 3)),
+        (16, Config((16, 64, 32), 4, 3)),
         (None, Config((64, 64, 32), 4, 3)),
     ),
 }
@@ -67,7 +69,8 @@ def _k_of(place, K_STEP: tl.constexpr, GROUP: tl.constexpr, GROUP_STEPS: tl.cons
 
 @triton.jit
 def _words(base, first, last, COUNT: tl.constexpr, BITS: tl.constexpr):
-    """Words of COUNT steps from step `first` on, 0 from `last` on: [..., COUNT * 16], of 3 bits three of them.
+    """Words of COUNT steps from step `first` on, 0 from `last` on: [..., COUNT * 16], of 3 bits three of
+    them.
 
     base: pointers [..., 1] or a pointer, at step 0.
     """
@@ -88,7 +91,7 @@ def _words(base, first, last, COUNT: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _bits_of(w0, w1, w2, BITS: tl.constexpr, TOP: tl.constexpr):
-    """Words [..., 1] -> the codes in them [..., codes a step], in bits TOP - BITS .. TOP - 1 of a clean int32."""
+    """Words [..., 1] -> their codes [..., codes a step], in bits TOP - BITS .. TOP - 1 of a clean int32."""
     CODES: tl.constexpr = 32 // BITS if BITS != 3 else 32
     e = tl.arange(0, CODES)
     i = e % 4
@@ -109,11 +112,12 @@ def _bits_of(w0, w1, w2, BITS: tl.constexpr, TOP: tl.constexpr):
 def _gemv(
     x, weight, scale, zero, bias, out,
     m, n, k, blocks, groups, steps, part_steps, stride_x, stride_w, stride_out, stride_part,
-    BITS: tl.constexpr, K_STEP: tl.constexpr, GROUP: tl.constexpr, GROUP_STEPS: tl.constexpr, UNIT: tl.constexpr,
-    GAPS: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, PART: tl.constexpr,
-    M: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+    BITS: tl.constexpr, K_STEP: tl.constexpr, GROUP: tl.constexpr, GROUP_STEPS: tl.constexpr,
+    UNIT: tl.constexpr, GAPS: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PART: tl.constexpr, M: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """m <= M rows of x times the 16 rows of one block. GROUP 0: one group a row. UNIT: steps that share a group.
+    """m <= M rows of x times the 16 rows of one block. GROUP 0: one group a row. UNIT: steps that share a
+    group.
 
     x [m, k]; weight int32 [blocks, words]; scale, zero [blocks, groups, 16]; out [m, n], or with PART fp32
     [parts, m, blocks * 16].
@@ -178,8 +182,9 @@ def _gemv(
 def _gemm(
     x, weight, scale, zero, bias, out,
     m, n, k, blocks, groups, steps, part_steps, stride_x, stride_w, stride_out, stride_part,
-    BITS: tl.constexpr, K_STEP: tl.constexpr, GROUP: tl.constexpr, GROUP_STEPS: tl.constexpr, UNIT: tl.constexpr,
-    GAPS: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, PART: tl.constexpr, DOT: tl.constexpr,
+    BITS: tl.constexpr, K_STEP: tl.constexpr, GROUP: tl.constexpr, GROUP_STEPS: tl.constexpr,
+    UNIT: tl.constexpr, GAPS: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PART: tl.constexpr, DOT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One [BM, BN] tile of out, for one part of K. Arguments as `_gemv`; DOT is the dtype of the operands."""
@@ -328,7 +333,10 @@ def _launch(x, weight, scale, zero, bias, layout, out):
     steps = layout.padded_k(k) // layout.k_step
     group = 0 if layout.groups(k) == 1 else layout.group
     group_steps = -(-group // layout.k_step)
-    small = m <= GEMV_ROWS[-1]
+    gaps = bool(group % layout.k_step)
+    small = m <= (
+        1 if gaps else GEMV_ROWS[-1]
+    )  # with gaps each element of x has a mask: more rows would spill
     if small:
         config = GEMV[layout.bits]
         (tile_steps,) = config.tile
@@ -347,7 +355,7 @@ def _launch(x, weight, scale, zero, bias, layout, out):
         "GROUP": group,
         "GROUP_STEPS": group_steps,
         "UNIT": min(group_steps & -group_steps, tile_steps) if group else tile_steps,
-        "GAPS": bool(group % layout.k_step),
+        "GAPS": gaps,
         "HAS_ZERO": zero is not None,
         "HAS_BIAS": bias is not None and not split,
         "PART": split,

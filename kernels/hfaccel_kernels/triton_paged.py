@@ -1,16 +1,18 @@
-"""Paged KV cache on a GPU: writing it, and attention over it. `paged` has the layout, the formula and the references.
+"""Paged KV cache on a GPU: writing it, and attention over it. `paged` has the layout, the formula and the
+references.
 
 `_write`: one program for a few tokens of one KV head. Int8 pages are quantized on the way, bit for bit as
 `paged.quantize_kv` does (IEEE divisions, ties to even, no fused multiply-add).
 
-`_attend`: one program for ROWS rows of queries of one KV head: the H // G query heads that share the head, times as many
-tokens as fit, so that K and V are read once for all of them. It walks the keys in tiles of KEYS with an online softmax in
-fp32; products run on tensor cores in q's dtype (fp32: three tf32 products), P rounded to that dtype. Int8 codes are
-multiplied as they are: the scale of a key is applied to its column of scores, that of a value to its column of P.
-A block of queries finds its sequence in `q_starts` by itself, so that nothing is read back to the host.
+`_attend`: one program for ROWS rows of queries of one KV head: the H // G query heads that share the head,
+times as many tokens as fit, so that K and V are read once for all of them. It walks the keys in tiles of KEYS
+with an online softmax in fp32; products run on tensor cores in q's dtype (fp32: three tf32 products), P
+rounded to that dtype. Int8 codes are multiplied as they are: the scale of a key is applied to its column of
+scores, that of a value to its column of P. A block of queries finds its sequence in `q_starts` by itself, so
+that nothing is read back to the host.
 
-When there are too few programs to fill a GPU (decode), the keys are cut into parts of equal length; `_combine` joins
-them in order. The number of parts follows from shapes alone.
+When there are too few programs to fill a GPU (decode), the keys are cut into parts of equal length;
+`_combine` joins them in order. The number of parts follows from shapes alone.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ FILL = 512  # programs wanted before the keys are cut into parts
 PART_KEYS = 256  # fewest keys of a part
 MOST_PARTS = 32
 
-# tile: rows of queries, keys. By dtype; the first that fits (largest padded head size, least compute capability) is
-# taken. Rows are at least the ratio of query to KV heads: one above 16 takes the table of prefill for decode as well.
+# tile: rows of queries, keys. By dtype; the first that fits (largest padded head size, least compute
+# capability) is taken. Rows are at least the ratio of query to KV heads: one above 16 takes the table of
+# prefill for decode as well.
 DECODE = {
     "half": (
         (64, 80, Config((16, 128), 4, 3)),
@@ -38,7 +41,8 @@ DECODE = {
 }
 PREFILL = {
     "half": (
-        (64, 80, Config((128, 64), 4, 3)),
+        (64, 90, Config((128, 64), 4, 3)),
+        (64, 80, Config((64, 64), 4, 3)),
         (128, 90, Config((128, 64), 8, 3)),
         (128, 80, Config((128, 32), 8, 3)),
         (256, 80, Config((64, 32), 8, 2)),
@@ -57,7 +61,7 @@ def _write_one(
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
-    slot = tl.load(slots + token, mask=token < tokens, other=-1)
+    slot = tl.load(slots + token, mask=token < tokens, other=-1).to(tl.int64)
     here = slot >= 0
     inside = here[:, None] & (d < D)[None, :]
     at = token.to(tl.int64)[:, None] * stride_t + head * stride_g + d[None, :]
@@ -129,8 +133,8 @@ def _attend(
 ):  # fmt: skip
     """Queries of one block and KV head over the keys of one part.
 
-    out [T, H, DV], or with PART fp32 [parts, T, H, DV] not divided by the sum, beside tops and totals [parts, T, H]:
-    the largest score, in units of ln 2, -inf without keys, and the sum of the exponentials.
+    out [T, H, DV], or with PART fp32 [parts, T, H, DV] not divided by the sum, beside tops and totals [parts,
+    T, H]: the largest score, in units of ln 2, -inf without keys, and the sum of the exponentials.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     TOKENS: tl.constexpr = ROWS // RATIO
@@ -138,7 +142,8 @@ def _attend(
     PRECISION: tl.constexpr = "tf32x3" if DOT == tl.float32 else None
     block = tl.program_id(0)
     head = tl.program_id(1)
-    # Blocks of sequence b begin at q_starts[b] // TOKENS + b: at least one each, enough for all of its queries.
+    # Blocks of sequence b begin at q_starts[b] // TOKENS + b: at least one each, enough for all of its
+    # queries.
     before = 0
     for at in range(0, sequences, SEARCH):
         b = at + tl.arange(0, SEARCH)
@@ -233,7 +238,7 @@ def _combine(
     accs, tops, totals, sinks, out, rows, parts, heads,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts of one row (token and head), in order. accs [parts, rows, DV], tops and totals [parts, rows]."""
+    """Join the parts of a row (token, head) in order: accs [parts, rows, DV], tops, totals [parts, rows]."""
     LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)
     dv = tl.arange(0, BLOCK_DV)
@@ -278,9 +283,9 @@ def cache_write(
     (block,) = WRITE.tile
     _write[(-(-tokens // block), heads, 2)](
         k, v, k_pages, v_pages, k_scale, v_scale, slots,
-        tokens, heads, k.stride(0), k.stride(1), v.stride(0), v.stride(1), k_pages.stride(1), v_pages.stride(1),
-        D=size, DV=size_v, BLOCK_D=_padded(size), BLOCK_DV=_padded(size_v),
-        TOKENS=block, INT8=k_scale is not None, num_warps=WRITE.num_warps, enable_fp_fusion=False,
+        tokens, heads, k.stride(0), k.stride(1), v.stride(0), v.stride(1), k_pages.stride(1),
+        v_pages.stride(1), D=size, DV=size_v, BLOCK_D=_padded(size), BLOCK_DV=_padded(size_v), TOKENS=block,
+        INT8=k_scale is not None, num_warps=WRITE.num_warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -301,9 +306,11 @@ def paged_attention(
     v_scale: torch.Tensor | None = None,
     rows: list | None = None,
 ) -> torch.Tensor:
-    """As `paged.paged_attention_reference`; `rows` is not looked at, and rows of q that belong to no sequence are left as they come.
+    """As `paged.paged_attention_reference`; `rows` is not looked at, and rows of q that belong to no sequence
+    are left as they come.
 
-    Raises: ValueError when the shapes contradict each other, or for more than 128 query heads a KV head or head
+    Raises: ValueError when the shapes contradict each other, or for more than 128 query heads a KV head or
+    head
         sizes above 256.
     """
     _check(q, k_pages, v_pages, block_tables, q_starts, lengths, k_scale, v_scale)
@@ -329,14 +336,14 @@ def paged_attention(
         to = torch.empty(parts, tokens, heads, size_v, dtype=torch.float32, device=q.device)
         tops, totals = torch.empty(2, parts, tokens, heads, dtype=torch.float32, device=q.device)
     _attend[(blocks, kv_heads, parts)](
-        q, k_pages, v_pages, k_scale, v_scale, block_tables, q_starts, lengths, sinks, alibi_slopes, to, tops, totals,
-        sequences, tokens, part_keys, window or 0, size**-0.5 if scale is None else scale, softcap or 1.0,
-        q.stride(0), q.stride(1), k_pages.stride(1), v_pages.stride(1), kv_heads, block_tables.stride(0),
+        q, k_pages, v_pages, k_scale, v_scale, block_tables, q_starts, lengths, sinks, alibi_slopes, to, tops,
+        totals, sequences, tokens, part_keys, window or 0, size**-0.5 if scale is None else scale, softcap or
+        1.0, q.stride(0), q.stride(1), k_pages.stride(1), v_pages.stride(1), kv_heads, block_tables.stride(0),
         RATIO=ratio, D=size, DV=size_v, BLOCK_D=_padded(size), BLOCK_DV=_padded(size_v), PAGE=page_tokens,
-        INT8=k_scale is not None, WINDOW=window is not None, SOFTCAP=softcap is not None,
-        SINKS=sinks is not None and not split, SLOPES=alibi_slopes is not None, PART=split,
-        DOT=tl.float32 if interpreting() else _DOT[q.dtype], ROWS=rows, KEYS=keys,
-        num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,
+        INT8=k_scale is not None, WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not
+        None and not split, SLOPES=alibi_slopes is not None, PART=split, DOT=tl.float32 if interpreting() else
+        _DOT[q.dtype], ROWS=rows, KEYS=keys, num_warps=config.num_warps, num_stages=config.num_stages,
+        enable_fp_fusion=True,
     )  # fmt: skip
     if split:
         _combine[(tokens * heads,)](

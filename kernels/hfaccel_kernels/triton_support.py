@@ -1,8 +1,9 @@
-"""What the Triton kernels share: whether they can run, how they are launched, and their tables of launch configs.
+"""What the Triton kernels share: whether they can run, how they are launched, and their tables of launch
+configs.
 
-Importing this file imports no Triton; the kernel files (`triton_linear`, `triton_paged`) do, and are imported on
-first use. The tables are data, so that `aot` can compile every entry without a GPU: a config is chosen by shape
-alone, never by a timing, so that one shape always runs the same arithmetic.
+Importing this file imports no Triton; the kernel files (`triton_linear`, `triton_paged`) do, and are imported
+on first use. The tables are data, so that `aot` can compile every entry without a GPU: a config is chosen by
+shape alone, never by a timing, so that one shape always runs the same arithmetic.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from . import dispatch
 
 OLDEST = (3, 6)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Shared memory a program may use, in bytes, by compute capability. The oldest is what the kernels need: bf16 tensor
-# cores and cp.async.
+# Shared memory a program may use, in bytes, by compute capability. The oldest is what the kernels need: bf16
+# tensor cores and cp.async.
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
 
@@ -66,7 +67,7 @@ _assumed: int | None = None
 
 @contextlib.contextmanager
 def assume(capability: int) -> Iterator[None]:
-    """Take CPU tensors for tensors of a GPU of this compute capability (80 for 8.0): for ahead-of-time compiling."""
+    """Take CPU tensors for tensors of a GPU of this compute capability (80 for 8.0), to compile for it."""
     global _assumed
     before, _assumed = _assumed, capability
     try:
@@ -98,11 +99,15 @@ def refusal(call: dispatch.Call) -> str:
 
 
 def register(op: str, target: str, refusal: Callable[[dispatch.Call], str] = refusal) -> None:
-    """Make `module:function` of this package the Triton backend of `op`; the module is imported at the first call."""
+    """Make `module:function` of this package the Triton backend of `op`, imported at the first call."""
     module, name = target.split(":")
 
-    def function(*args, **kwargs):
-        return getattr(importlib.import_module(f"{__package__}.{module}"), name)(*args, **kwargs)
+    def function(x, *args, **kwargs):
+        launch = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+        if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+            return launch(x, *args, **kwargs)
+        with torch.cuda.device(x.device):  # Triton launches on the current device
+            return launch(x, *args, **kwargs)
 
     function.__name__ = name
     dispatch.register(op, "triton", priority=10, refusal=refusal)(function)

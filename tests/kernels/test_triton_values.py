@@ -1,7 +1,7 @@
 """The checks of triton_values.py by each engine that this machine has.
 
-Triton decides at import whether it interprets, and ttsem replaces its driver and parts of torch.cuda: each engine has
-a process of its own.
+Triton decides at import whether it interprets, and ttsem replaces its driver and parts of torch.cuda: each
+engine has a process of its own.
 """
 
 import importlib.util
