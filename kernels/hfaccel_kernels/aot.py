@@ -134,7 +134,8 @@ class Machine:
         shown = {k: v for k, v in self.launch.constants.items() if v is not False and k != "enable_fp_fusion"}
         return (
             f"sm_{self.launch.capability:<3} {self.launch.name:8} shared {self.shared_bytes:6}  "
-            f"registers {self.registers:3}  16-byte loads {self.wide_loads:2}  cp.async {self.async_copies:2}  "
+            f"registers {self.registers:3}  16-byte loads {self.wide_loads:2}  "
+            f"cp.async {self.async_copies:2}  "
             f"mma {self.mma:3}  wgmma {self.wgmma:2}  tcgen05 {self.tcgen05:2}  "
             + " ".join(f"{k}={v}" for k, v in shown.items())
         )

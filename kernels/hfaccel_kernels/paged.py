@@ -98,7 +98,7 @@ def paged_attention(
     lengths: torch.Tensor,
     **options,
 ) -> torch.Tensor:
-    """The formula above by the backend of q's device. Options and errors: those of `paged_attention_blocked`."""
+    """The formula above, by the backend of q's device; options and errors as `paged_attention_blocked`."""
     backend = dispatch.choose("paged_attention", q.device.type, q.dtype)
     return backend.function(q, k_pages, v_pages, block_tables, q_starts, lengths, **options)
 
@@ -373,7 +373,7 @@ def _open_row(q, row, length, scale, window, softcap, slopes, sinks):
     return out.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
 
 
-dispatch.register("cache_write", "reference", priority=0, refusal=lambda call: "")(cache_write_reference)
-dispatch.register("paged_attention", "reference", priority=0, refusal=lambda call: "")(paged_attention_blocked)
+for _op, _plain in (("cache_write", cache_write_reference), ("paged_attention", paged_attention_blocked)):
+    dispatch.register(_op, "reference", priority=0, refusal=lambda call: "")(_plain)
 triton_support.register("cache_write", "triton_paged:cache_write")
 triton_support.register("paged_attention", "triton_paged:paged_attention")
