@@ -1,4 +1,4 @@
-"""What every test shares: no network, a fixed seed, torch on the machine's cores."""
+"""What every test shares: no network, a fixed seed, one thread."""
 
 import os
 
@@ -10,18 +10,13 @@ import torch
 import transformers
 from hypothesis import settings
 
-torch.set_num_threads(
-    len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-)
-
-# The same examples in every run, and no deadline: how long one takes depends on the machine.
-settings.register_profile("hfaccel", derandomize=True, deadline=None)
-settings.load_profile("hfaccel")
+# Tiny models: a second thread costs more than it brings, and the workers of pytest-xdist share the cores. Tests of
+# threading set the number they need and put it back.
+torch.set_num_threads(1)
 
 
 def pytest_report_header():
-    threads = torch.get_num_threads()
-    return f"torch {torch.__version__}, transformers {transformers.__version__}, {threads} threads"
+    return f"torch {torch.__version__}, transformers {transformers.__version__}"
 
 
 @pytest.fixture(autouse=True)
