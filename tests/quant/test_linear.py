@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from dequantized import rounded
 from tiny import tiny
 from torch import nn
 from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
@@ -38,17 +39,6 @@ IDS = [f"int{layout.bits}-g{layout.group}-a{layout.act_bits}" for layout in LAYO
 
 def packed(module: nn.Module, layout: Layout) -> nn.Module:
     return pack_module(module, layout, lambda matrix: round_to_nearest)
-
-
-def rounded(x: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """What a product sees of its input: symmetric integers, one scale a chunk of a group."""
-    top, size = (127, 32) if layout.act_bits == 8 else (127 * 128, 64)
-    group = x.shape[-1] if layout.group < 0 else layout.group
-    pieces = [piece for part in x.double().split(group, -1) for piece in part.split(size, -1)]
-    scales = [piece.abs().amax(-1, keepdim=True).clamp_min(1e-300) / top for piece in pieces]
-    return torch.cat(
-        [scale * torch.round(piece / scale) for piece, scale in zip(pieces, scales, strict=True)], -1
-    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
