@@ -40,6 +40,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from hfaccel.classes import extend, restore
 from hfaccel.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -126,6 +127,10 @@ class SavedConfig(QuantizationConfigMixin):
                 raise CheckpointError(f"{name}: {text!r} is not the size of a packed {entry['kind']}")
             sizes = tuple(int(number) for number in re.findall(r"\d+", text))
             self.packed[name] = Packed(entry["kind"], entry["step"], layout, sizes)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """One field, as of the dict that transformers may take a config for."""
+        return self.to_dict().get(key, default)
 
     def shares(self, a: str, b: str) -> bool:
         """Whether two names lead to one tensor."""
@@ -291,9 +296,10 @@ _WRAPPED = ("base_layer", "original_module")
 def mark(model: nn.Module, state: State, on_undo: OnUndo) -> None:
     """Set on a patched model what makes saving, reload and copies right; its config is its own by now."""
     from hfaccel.loading import Quantizer
-    from hfaccel.saving import Saver
+    from hfaccel.saving import SavingMixin
 
-    _set(model, "save_pretrained", Saver(model), on_undo)
+    on_undo(restore)
+    extend(model, SavingMixin)
     vars(model.config).pop("hfaccel", None)
     if not any(packed_kind(module) for module in model.modules()):
         model.config.hfaccel = {"format": FORMAT, **state.config.to_dict()}
@@ -305,12 +311,8 @@ def mark(model: nn.Module, state: State, on_undo: OnUndo) -> None:
     _set(model, "quantization_method", METHOD, on_undo)
     _set(model, "_weight_conversions", [], on_undo)  # files hold the names and shapes of the modules
     _set(model, "_adjust_bias", leave_bias, on_undo)
-    _set(
-        model,
-        "all_tied_weights_keys",
-        {t: s for t, s in model.all_tied_weights_keys.items() if record.shares(t, s)},
-        on_undo,
-    )
+    ties = getattr(model, "all_tied_weights_keys", {})
+    _set(model, "all_tied_weights_keys", {t: s for t, s in ties.items() if record.shares(t, s)}, on_undo)
     for module in model.modules():
         if hasattr(config := getattr(module, "config", None), "to_dict"):
             config._is_quantized = True

@@ -25,7 +25,6 @@ from hfaccel.checkpoint import (
 )
 from hfaccel.errors import CheckpointError
 
-
 register_quantization_config(METHOD)(SavedConfig)
 
 

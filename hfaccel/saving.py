@@ -7,11 +7,9 @@ middle leaves the old folder, the new one, or one that is refused, never a mixtu
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import shutil
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,25 +18,18 @@ from typing import Any
 from torch import nn
 
 from hfaccel import compat
+from hfaccel.checkpoint import SavedConfig
+from hfaccel.classes import Mixin
 from hfaccel.errors import PatchError
 
 CONFIG, CARD = "config.json", "README.md"
 _WEIGHTS = r"(model|pytorch_model){variant}(-\d{{5}}-of-\d{{5}})?\.(safetensors|bin)(\.index\.json)?"
 
 
-class Saver:
-    """`model.save_pretrained` of a patched model; takes what transformers' own takes."""
+class SavingMixin(Mixin):
+    """`save_pretrained` of a patched model."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-
-    def __deepcopy__(self, memo: dict) -> Saver:
-        return Saver(copy.deepcopy(self._model(), memo))
-
-    def __reduce__(self) -> tuple:
-        return Saver, (self._model(),)
-
-    def __call__(
+    def save_pretrained(
         self,
         save_directory: str | os.PathLike,
         is_main_process: bool = True,
@@ -51,30 +42,25 @@ class Saver:
 
         Takes what `PreTrainedModel.save_pretrained` does; a `state_dict` counts where no weight is packed.
         """
-        model = self._model()
-        kwargs["max_shard_size"] = max_shard_size
-        target = Path(os.path.realpath(save_directory))
-        if model._hfaccel.lent:
-            raise PatchError("save_pretrained: inside original(model); leave that block first")
-        own = type(model).save_pretrained
+        target, kwargs["max_shard_size"] = Path(os.path.realpath(save_directory)), max_shard_size
         if not is_main_process or kwargs.get("distributed_checkpoint"):
-            return own(model, target, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
+            return super().save_pretrained(target, is_main_process, state_dict, push_to_hub, **kwargs)
         if target.exists() and not target.is_dir():
             raise PatchError(f"{target} is a file, not a folder to save into")
-        check_offload_source(model, target)
-        journal = model._hfaccel.journal
-        if journal is not None:
-            journal.keep_files_of(target)
+        check_offload_source(self, target)
+        if (state := getattr(self, "_hfaccel", None)) is not None:
+            if state.lent:
+                raise PatchError("save_pretrained: inside original(model); leave that block first")
+            if state.journal is not None:
+                state.journal.keep_files_of(target)
         with replacing(target, kwargs.get("variant")) as folder:
-            own(model, folder, state_dict=state_dict, **kwargs)
-            if (folder / CONFIG).is_file() and getattr(model, "hf_quantizer", None) is not None:
-                write_card(folder, target, model)
+            super().save_pretrained(folder, state_dict=state_dict, **kwargs)
+            if isinstance(getattr(self.config, "quantization_config", None), SavedConfig):
+                write_card(folder, target, self)
         if push_to_hub:
-            self._push(model, target, kwargs)
-
-    def _push(self, model: nn.Module, target: Path, kwargs: dict[str, Any]) -> None:
-        names = ("commit_message", "private", "token", "create_pr", "max_shard_size")
-        model.push_to_hub(kwargs.get("repo_id", target.name), **{n: kwargs[n] for n in names if n in kwargs})
+            names = ("commit_message", "private", "token", "create_pr", "max_shard_size")
+            repository = kwargs.get("repo_id", target.name)
+            self.push_to_hub(repository, **{name: kwargs[name] for name in names if name in kwargs})
 
 
 @contextmanager

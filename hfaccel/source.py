@@ -190,7 +190,7 @@ def _bitsandbytes(hf_kwargs: dict[str, Any], recipe: Any) -> tuple[Any, tuple[st
         if step not in TRANSFORMS:
             raise PatchError(
                 f"BitsAndBytesConfig(load_in_4bit=True) means {step}, of which hfaccel knows nf4 alone "
-                f"({'here' if 'nf4' in TRANSFORMS else 'not in this version yet'}); recipe='int4' has 4 bits too"
+                f"({'here' if 'nf4' in TRANSFORMS else 'not in this version yet'}); recipe='int4' is 4 bits"
             )
     else:
         raise PatchError(

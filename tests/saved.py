@@ -6,16 +6,16 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors import safe_open
-from tiny import ids
 
 import hfaccel
 from hfaccel.attention.backend import NAMES
 from hfaccel.quant.head import Head
 from hfaccel.registry import all_transforms
+from tiny import ids
 
 transformers.utils.logging.disable_progress_bar()
 
-# One recipe of every method that changes stored codes, in each width it has: new methods join by being registered.
+# A recipe for each width of every method that changes stored codes: new methods join by being registered.
 ROUNDING = [
     step for cls in all_transforms().values() if cls.rounds and cls is not Head for step, _ in cls.steps
 ]

@@ -5,8 +5,6 @@ import json
 
 import pytest
 import torch
-from saved import config_json, logits, patched, reload, stored
-from tiny import FAMILIES, tiny
 from torch import nn
 
 import hfaccel
@@ -14,6 +12,8 @@ from hfaccel.checkpoint import FORMAT, SavedConfig, in_adapter, plain_name
 from hfaccel.errors import CheckpointError, PatchError, UnknownName
 from hfaccel.quant.linear import QuantEmbedding, QuantLinear, is_packed
 from hfaccel.report import model_bytes
+from saved import config_json, logits, patched, reload, stored
+from tiny import FAMILIES, tiny
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "TG", "TX"])
@@ -188,7 +188,11 @@ def damaged(*path, value):
         (damaged("tied", value=["a"]), CheckpointError, "tied"),
         (damaged("packed", value="int4"), CheckpointError, "packed"),
         (damaged("packed", 0, "kind", value="conv"), CheckpointError, "'conv'; known are linear"),
-        (damaged("packed", 0, "layout", "bits", value=5), CheckpointError, r"bits=5: known are \[2, 3, 4, 8\]"),
+        (
+            damaged("packed", 0, "layout", "bits", value=5),
+            CheckpointError,
+            r"bits=5: known are \[2, 3, 4, 8\]",
+        ),
         (damaged("packed", 0, "layout", "group", value=0), CheckpointError, "group=0"),
         (damaged("packed", 0, "layout", "shape", value=1), CheckpointError, "shape"),
         (damaged("packed", 0, "modules", value={"a.b": "16x0"}), CheckpointError, "a.b: '16x0'"),

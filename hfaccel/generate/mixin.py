@@ -21,10 +21,13 @@ from transformers.generation import GenerationMode
 
 from hfaccel.attention import backend
 from hfaccel.cache.paged import PagedCache
+from hfaccel.classes import extend, restore
+from hfaccel.compat import base_layer
 from hfaccel.errors import PatchError
 from hfaccel.generate import loop
 from hfaccel.runtime.modules import WHOLE_INPUT_ROPE, rope_types, unpackable
 from hfaccel.runtime.runner import Runner, strict
+from hfaccel.saving import SavingMixin
 
 ATTRIBUTE = "_hfaccel_runtime"
 ORIGINAL = "original(model)"
@@ -122,15 +125,8 @@ def busy(model: nn.Module) -> bool:
     return runtime(model).active > 0
 
 
-class RunnerMixin:
+class RunnerMixin(SavingMixin):
     """Goes in front of the model's class; see `install`."""
-
-    def __new__(cls, *args, **kwargs):
-        # `type(model)(config)` and `type(model).from_pretrained(...)` are of the class that was patched.
-        return cls._hfaccel_class(*args, **kwargs) if args or kwargs else super().__new__(cls)
-
-    def __reduce_ex__(self, protocol):
-        return _rebuild, (type(self)._hfaccel_class,), vars(self)
 
     def _prepare_model_inputs(self, inputs=None, bos_token_id=None, model_kwargs=None):
         found, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
@@ -304,7 +300,8 @@ def _check_inputs(model, ids: torch.Tensor, model_kwargs: dict) -> None:
         if empty:
             raise PatchError(f"row {empty[0]} has no token: its attention mask is zero throughout")
     real = ids if mask is None or mask.shape != ids.shape else ids[mask.bool()]
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    embedding = base_layer(model.get_input_embeddings())
+    vocabulary = getattr(embedding, "num_embeddings", None) or embedding.weight.shape[0]
     if int(real.min()) < 0 or int(real.max()) >= vocabulary:
         wrong = real[(real < 0) | (real >= vocabulary)][0]
         raise PatchError(f"token id {int(wrong)} is not in the model's vocabulary of {vocabulary}")
@@ -345,21 +342,6 @@ def _kv_shape(model) -> tuple[int, int] | None:
     return None
 
 
-_CLASSES: dict[type, type] = {}
-
-
-def _swapped(cls: type) -> type:
-    if cls not in _CLASSES:
-        body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_hfaccel_class": cls}
-        _CLASSES[cls] = type(cls.__name__, (RunnerMixin, cls), body)
-    return _CLASSES[cls]
-
-
-def _rebuild(cls: type):
-    swapped = _swapped(cls)
-    return swapped.__new__(swapped)
-
-
 def install(model: nn.Module, *, kv_bits: int | None = None, page_tokens: int = 16) -> None:
     """Let `model.generate` run over pages; the model's config must be its own. Twice changes the settings.
 
@@ -376,7 +358,7 @@ def install(model: nn.Module, *, kv_bits: int | None = None, page_tokens: int = 
         if ours is not None and unpackable(model) is None and model._can_set_attn_implementation():
             model.set_attn_implementation(ours)
             attention = now
-        model.__class__ = _swapped(type(model))
+        extend(model, RunnerMixin)
     setattr(model, ATTRIBUTE, Runtime(kv_bits, page_tokens, attention))
 
 
@@ -385,7 +367,7 @@ def uninstall(model: nn.Module) -> None:
     state = vars(model).pop(ATTRIBUTE, None)
     if state is None:
         return
-    model.__class__ = type(model)._hfaccel_class
+    restore(model)
     if state.attention is not None and model.config._attn_implementation in backend.NAMES.values():
         model.set_attn_implementation(state.attention)
 
