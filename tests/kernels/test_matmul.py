@@ -16,7 +16,7 @@ PLAIN = [torch.float32, torch.bfloat16, torch.float16]
 
 
 class Acts(ctypes.Structure):
-    _fields_ = [(f, ctypes.c_void_p) for f in ("codes", "low", "scales", "sums")] + [
+    _fields_ = [(f, ctypes.c_void_p) for f in ("codes", "low", "scales", "minus_sums")] + [
         ("ldq", ctypes.c_int64),
         ("lds", ctypes.c_int64),
     ]
@@ -103,14 +103,14 @@ def test_activation_codes_are_the_reference_bit_for_bit(isa, x_dtype, group, act
     if act_bits == 16:
         planes.append(view(acts.low, m * acts.ldq, torch.int8).view(m, -1).int())
     got = planes[0] if act_bits == 8 else planes[0] * 128 + planes[1]
-    sums = view(acts.sums, m * acts.lds, torch.int32).view(m, -1)
+    sums = view(acts.minus_sums, m * acts.lds, torch.int32).view(m, -1)
     at, size = 0, layouts.ACT_CHUNK[act_bits]
     for c, (start, stop) in enumerate(layout.chunks(k)):
         padded = -(-(stop - start) // 32) * 32
         assert torch.equal(got[:, at : at + stop - start], codes[:, start:stop].int())
         assert (got[:, at + stop - start : at + padded] == 0).all()
         assert act_bits == 8 or (planes[1][:, at : at + padded].abs() <= 64).all()
-        assert torch.equal(sums[:, c], codes[:, start:stop].sum(1, dtype=torch.int32))
+        assert torch.equal(-sums[:, c], codes[:, start:stop].sum(1, dtype=torch.int32))
         at += padded
         assert padded <= size
 

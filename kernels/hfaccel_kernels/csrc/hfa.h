@@ -26,7 +26,7 @@ struct HfaWeight {
     int32_t kind;           // HfaKind
     int32_t bits;           // packed: 8, 4, 3, 2
     int32_t group;          // packed: K-elements a scale serves; -1 = k
-    int32_t chunk;          // packed: layouts.ACT_CHUNK[act_bits], a multiple of 32
+    int32_t chunk;          // packed: layouts.ACT_CHUNK[act_bits]: 32 for 8 bits, 64 for 16
     int32_t act_bits;       // packed: 8 or 16
     int32_t scale_dtype;    // HFA_F32 or HFA_F16
     int32_t bias_dtype;     // HfaDtype
@@ -39,7 +39,7 @@ struct HfaActs {
     int8_t* codes;          // [m, ldq]; act_bits 16: the high plane, code = 128 * high + low, -64 <= low <= 63
     int8_t* low;            // [m, ldq] of act_bits 16; else NULL
     float* scales;          // [m, lds]
-    int32_t* sums;          // [m, lds] sum of the chunk's codes
+    int32_t* minus_sums;    // [m, lds] minus the sum of the chunk's codes
     int64_t ldq, lds;
 };
 

@@ -24,7 +24,7 @@ struct Pieces {
 
 // One chunk of n elements, from x[at] on; `low` is NULL or takes the low plane.
 inline void quantize_chunk(const void* x, int32_t dtype, int64_t at, int64_t n, int8_t* codes, int8_t* low_codes,
-                           float* scale, int32_t* sum) {
+                           float* scale, int32_t* minus_sum) {
     const int32_t limit = low_codes ? 127 * 128 : 127;
     const Vi magnitude = splat_i(0x7fffffff);
     Vi top = splat_i(0);  // |x| compared as integers: a NaN is above infinity and so is never lost
@@ -32,9 +32,7 @@ inline void quantize_chunk(const void* x, int32_t dtype, int64_t at, int64_t n, 
         const int left = n - i < 16 ? (int)(n - i) : 16;
         top = max(top, bits(load_as(x, at + i, dtype, left)) & magnitude);
     }
-    int32_t lanes[16], peak_bits = 0;
-    store_i(lanes, top);
-    for (int l = 0; l < 16; ++l) peak_bits = peak_bits > lanes[l] ? peak_bits : lanes[l];
+    const int32_t peak_bits = reduce_max(top);
     float peak;
     memcpy(&peak, &peak_bits, 4);
     const float inverse = peak > 0x1p-100f ? 1.0f / peak * (float)limit : 0.0f;
@@ -56,10 +54,7 @@ inline void quantize_chunk(const void* x, int32_t dtype, int64_t at, int64_t n, 
         }
         store_i8(codes + i, code);
     }
-    store_i(lanes, total);
-    int32_t all = 0;
-    for (int l = 0; l < 16; ++l) all += lanes[l];
-    *sum = all;
+    *minus_sum = -reduce_add(total);
 }
 
 }  // namespace
@@ -85,7 +80,7 @@ HFA_EXPORT void hfa_acts_view(const HfaWeight* w, void* buffer, int64_t m, HfaAc
     acts->codes = static_cast<int8_t*>(buffer);
     acts->low = w->act_bits == 16 ? acts->codes + m * acts->ldq : nullptr;
     acts->scales = reinterpret_cast<float*>(acts->codes + w->act_bits / 8 * m * acts->ldq);
-    acts->sums = reinterpret_cast<int32_t*>(acts->scales + m * acts->lds);
+    acts->minus_sums = reinterpret_cast<int32_t*>(acts->scales + m * acts->lds);
 }
 
 HFA_EXPORT void hfa_quantize_rows(const HfaWeight* w, const void* x, int32_t x_dtype, int64_t ldx, int64_t m,
@@ -100,6 +95,6 @@ HFA_EXPORT void hfa_quantize_rows(const HfaWeight* w, const void* x, int32_t x_d
         const int64_t to = token * acts->ldq + g * hfa::pad(p.group, hfa::kPad) + in;
         hfa::quantize_chunk(x, x_dtype, token * ldx + start, stop - start, acts->codes + to,
                             acts->low ? acts->low + to : nullptr, acts->scales + token * acts->lds + c,
-                            acts->sums + token * acts->lds + c);
+                            acts->minus_sums + token * acts->lds + c);
     }
 }

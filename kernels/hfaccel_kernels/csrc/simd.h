@@ -14,6 +14,9 @@
 
 #include "hfa.h"
 
+// A macro: GCC takes an inline function that only prefetches for one without effects, and drops its calls.
+#define HFA_PREFETCH(p) __builtin_prefetch(p)
+
 #if defined(HFA_ISA_AVX512)
 #include "simd_avx512.h"
 #elif defined(HFA_ISA_AVX2)
@@ -39,6 +42,22 @@ static inline float reduce_add(Vf v) {
 }
 static inline void reduce_add4(const Vf* v, float* out) {
     for (int i = 0; i < 4; ++i) out[i] = reduce_add(v[i]);
+}
+#endif
+
+#ifndef HFA_HAS_REDUCE_I
+static inline int32_t reduce_add(Vi v) {
+    int32_t t[16], sum = 0;
+    store_i(t, v);
+    for (int l = 0; l < 16; ++l) sum += t[l];
+    return sum;
+}
+static inline int32_t reduce_max(Vi v) {
+    int32_t t[16];
+    store_i(t, v);
+    int32_t most = t[0];
+    for (int l = 1; l < 16; ++l) most = most > t[l] ? most : t[l];
+    return most;
 }
 #endif
 

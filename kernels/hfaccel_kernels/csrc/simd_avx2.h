@@ -78,6 +78,7 @@ static inline void store_i8(int8_t* p, Vi x) {
 static inline Vi operator+(Vi x, Vi y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 static inline Vi operator-(Vi x, Vi y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
 static inline Vi operator*(Vi x, Vi y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
+static inline Vi mul_small(Vi a, Vi b) { return a * b; }
 static inline Vi operator&(Vi x, Vi y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 template <int S> static inline Vi shift_left(Vi x) { return {_mm256_slli_epi32(x.a, S), _mm256_slli_epi32(x.b, S)}; }
 template <int S> static inline Vi shift_right(Vi x) { return {_mm256_srai_epi32(x.a, S), _mm256_srai_epi32(x.b, S)}; }
@@ -118,6 +119,5 @@ static inline Vi dot8(Vi acc, Vb codes, const int8_t* quad) {
     const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(q, 8), 8), odd = _mm256_srai_epi16(q, 8);
     return {dot8_half(acc.a, codes.a, even, odd), dot8_half(acc.b, codes.b, even, odd)};
 }
-static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 
 }  // namespace hfa

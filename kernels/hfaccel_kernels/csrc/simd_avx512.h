@@ -65,6 +65,8 @@ static inline void store_i8(int8_t* p, Vi a) { _mm_storeu_si128((__m128i*)p, _mm
 static inline Vi operator+(Vi a, Vi b) { return {_mm512_add_epi32(a.v, b.v)}; }
 static inline Vi operator-(Vi a, Vi b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 static inline Vi operator*(Vi a, Vi b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
+// Exact where 0 <= a < 2^15 and b fits int16.
+static inline Vi mul_small(Vi a, Vi b) { return {_mm512_madd_epi16(a.v, b.v)}; }
 static inline Vi operator&(Vi a, Vi b) { return {_mm512_and_si512(a.v, b.v)}; }
 template <int S> static inline Vi shift_left(Vi a) { return {_mm512_slli_epi32(a.v, S)}; }
 template <int S> static inline Vi shift_right(Vi a) { return {_mm512_srai_epi32(a.v, S)}; }  // keeps the sign
@@ -74,6 +76,10 @@ static inline Vf to_float(Vi a) { return {_mm512_cvtepi32_ps(a.v)}; }
 static inline Vi round_even(Vf a) { return {_mm512_cvtps_epi32(a.v)}; }
 static inline Vi bits(Vf a) { return {_mm512_castps_si512(a.v)}; }
 static inline Vf from_bits(Vi a) { return {_mm512_castsi512_ps(a.v)}; }
+
+#define HFA_HAS_REDUCE_I
+static inline int32_t reduce_add(Vi a) { return _mm512_reduce_add_epi32(a.v); }
+static inline int32_t reduce_max(Vi a) { return _mm512_reduce_max_epi32(a.v); }
 
 static inline Vb load_line(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 static inline Vb splat_b(uint8_t x) { return {_mm512_set1_epi8((char)x)}; }
@@ -89,6 +95,5 @@ static inline Vi dot4(Vi acc, Vb codes, const int8_t* quad) {
     return {_mm512_dpbusd_epi32(acc.v, codes.v, _mm512_set1_epi32(q))};
 }
 static inline Vi dot8(Vi acc, Vb codes, const int8_t* quad) { return dot4(acc, codes, quad); }
-static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 
 }  // namespace hfa

@@ -77,6 +77,7 @@ static inline void store_i8(int8_t* p, Vi a) {
 static inline Vi operator+(Vi a, Vi b) { HFA_EACH a.v[i] = vaddq_s32(a.v[i], b.v[i]); return a; }
 static inline Vi operator-(Vi a, Vi b) { HFA_EACH a.v[i] = vsubq_s32(a.v[i], b.v[i]); return a; }
 static inline Vi operator*(Vi a, Vi b) { HFA_EACH a.v[i] = vmulq_s32(a.v[i], b.v[i]); return a; }
+static inline Vi mul_small(Vi a, Vi b) { return a * b; }
 static inline Vi operator&(Vi a, Vi b) { HFA_EACH a.v[i] = vandq_s32(a.v[i], b.v[i]); return a; }
 template <int S> static inline Vi shift_left(Vi a) { HFA_EACH a.v[i] = vshlq_n_s32(a.v[i], S); return a; }
 template <int S> static inline Vi shift_right(Vi a) { HFA_EACH a.v[i] = vshrq_n_s32(a.v[i], S); return a; }
@@ -106,7 +107,6 @@ static inline Vi dot4(Vi acc, Vb codes, const int8_t* quad) {
     return acc;
 }
 static inline Vi dot8(Vi acc, Vb codes, const int8_t* quad) { return dot4(acc, codes, quad); }
-static inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
 #undef HFA_EACH
 

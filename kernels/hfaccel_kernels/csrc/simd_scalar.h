@@ -61,6 +61,7 @@ static inline void store_i8(int8_t* p, Vi a) {
 static inline Vi operator+(Vi a, Vi b) { HFA_EACH a.v[l] += b.v[l]; return a; }
 static inline Vi operator-(Vi a, Vi b) { HFA_EACH a.v[l] -= b.v[l]; return a; }
 static inline Vi operator*(Vi a, Vi b) { HFA_EACH a.v[l] *= b.v[l]; return a; }
+static inline Vi mul_small(Vi a, Vi b) { return a * b; }
 static inline Vi operator&(Vi a, Vi b) { HFA_EACH a.v[l] &= b.v[l]; return a; }
 template <int S> static inline Vi shift_left(Vi a) { HFA_EACH a.v[l] = (int32_t)((uint32_t)a.v[l] << S); return a; }
 template <int S> static inline Vi shift_right(Vi a) { HFA_EACH a.v[l] >>= S; return a; }
@@ -91,7 +92,6 @@ static inline Vi dot4(Vi acc, const Vb& codes, const int8_t* quad) {
     return acc;
 }
 static inline Vi dot8(Vi acc, const Vb& codes, const int8_t* quad) { return dot4(acc, codes, quad); }
-static inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
 #undef HFA_EACH
 
