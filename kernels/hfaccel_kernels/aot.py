@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -93,6 +93,7 @@ def compiling(capability: int) -> Iterator[list[Launch]]:
             triton_support.assume(capability),
         ):
             yield launches
+        launches[:] = [replace(one, kernel=_done(one.kernel)) for one in launches]
     finally:
         triton.knobs.compilation.disable_line_info = line_info
         JITFunction.run = run
@@ -100,6 +101,10 @@ def compiling(capability: int) -> Iterator[list[Launch]]:
         del os.environ["HFACCEL_BACKEND"]
         if forced is not None:
             os.environ["HFACCEL_BACKEND"] = forced
+
+
+def _done(kernel: Any) -> Any:
+    return kernel.result() if isinstance(kernel, triton.FutureKernel) else kernel
 
 
 @dataclass(frozen=True)
@@ -278,22 +283,17 @@ MORE: dict[str, list[Callable[[], None]]] = {
 
 def build(capability: int, cases: dict[str, list[Callable[[], None]]] = CASES) -> dict[str, list[Machine]]:
     """Compile `cases` for one GPU and look at the outcome; per op, each kernel once."""
-    found = {}
+    ends = [0]
     with compiling(capability) as launches:
-        for op, calls in cases.items():
-            before = len(launches)
+        for calls in cases.values():
             for call in calls:
                 call()
-            found[op] = launches[before:]
-    return {
-        op: [inspect(one) for one in {id(_code(one)): one for one in many}.values()]
-        for op, many in found.items()
-    }
-
-
-def _code(launch: Launch):
-    """One object per compiled kernel, however often it was launched."""
-    return launch.kernel.result() if hasattr(launch.kernel, "result") else launch.kernel
+            ends.append(len(launches))
+    found = {}
+    for op, start, end in zip(cases, ends, ends[1:], strict=False):
+        unique = {id(launch.kernel): launch for launch in launches[start:end]}
+        found[op] = [inspect(launch) for launch in unique.values()]
+    return found
 
 
 def main() -> int:
