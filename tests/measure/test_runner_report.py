@@ -1,0 +1,73 @@
+"""measure/runner_report.py: its figures on tiny models, and that they would fail where they must."""
+
+import pytest
+import torch
+
+from hfaccel.generate import mixin
+from hfaccel.measure import runner_report
+from tiny import ids, tiny
+
+
+def patched(kv_bits=None, **kwargs):
+    model = tiny("TL", **kwargs)
+    mixin.install(model, kv_bits=kv_bits, page_tokens=16)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _modules_only(monkeypatch):
+    monkeypatch.setenv("HFACCEL_EXECUTOR", "modules")
+
+
+def test_pages_waste_under_four_percent():
+    found = runner_report.waste(sequences=60, alive=16)
+    assert 0 < found["waste_paged"] < 0.04 < 0.3 < found["waste_contiguous"]
+    coarse = runner_report.waste(page_tokens=256, sequences=60, alive=16)
+    assert coarse["waste_paged"] > found["waste_paged"]
+
+
+@pytest.mark.parametrize("kv_bits", [None, 8])
+def test_memory_of_decode_does_not_follow_context(kv_bits):
+    """64 rows on 1,024 and 2,048 slots: nothing made is larger, and nothing is as large as one dense K."""
+    model = patched(kv_bits, max_position_embeddings=4096, vocab_size=1024)
+    found = runner_report.memory(model, rows=64, context=1024)
+    assert found["bytes_per_token"] == found["bytes_per_token_arithmetic"]
+    short, long = found["largest_allocation_bytes"].values()
+    assert short == long < found["one_dense_k_bytes"] / 4
+    assert mixin.runner_of(model).pool.used_pages == 0
+
+
+def test_steady_decode_takes_a_page_per_sixteen_tokens_and_no_storage():
+    model = patched()
+    run = mixin.runner_of(model)
+    sequence = run.sequence(expect_tokens=400)
+    zero = torch.zeros(1, dtype=torch.long)
+    run.step(zero, zero, [sequence], [1], zero)
+    version, pages = run.pool.version, run.pool.used_pages
+    for i in range(1, 161):
+        run.step(zero, zero + i, [sequence], [1], zero)
+    assert run.pool.version == version and run.pool.used_pages - pages == 160 // 16
+    sequence.free()
+
+
+@pytest.mark.parametrize("kv_bits", [None, 8])
+def test_paged_logits_equal_a_dense_forward(kv_bits):
+    model, x = patched(kv_bits), ids(2, 50, vocab=512)
+    got = runner_report.paged_logits(model, x, chunk_tokens=16)
+    with torch.no_grad():
+        want = model(x, use_cache=False).logits
+    if kv_bits is None:
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+    else:
+        assert 0 < (got - want).std() < 0.05 * want.std()
+
+
+def test_equality_counts_a_wrong_model_as_wrong():
+    plain, x = tiny("TL"), [ids(1, 9, vocab=512)[0], ids(1, 4, seed=1, vocab=512)[0]]
+    assert runner_report.equality(plain, patched(), x, 12)["wrong"] == 0
+    assert runner_report.equality(plain, patched(seed=1), x, 12)["wrong"] > 12
+
+
+def test_sampling_draws_only_from_the_cells():
+    found = runner_report.sampling(patched(), draws=400, cells=4)
+    assert found["draws"] == 400 and found["degrees_of_freedom"] == 3 and found["chi_square"] < 16.3
