@@ -7,6 +7,8 @@ PIP := $(BIN)/python -m pip
 READY := $(VENV)/installed
 OLDEST := .venv-oldest
 OLDEST_TRANSFORMERS := 5.17.0
+# A file stays on one worker, so that what it builds once is built once; WORKERS= runs everything in one process.
+WORKERS := -n logical --maxprocesses=8 --dist=loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test test-oldest lint format install wheel clean
@@ -15,12 +17,12 @@ demo: install
 	$(BIN)/hfaccel demo
 
 test: install
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest $(WORKERS) $(ARGS)
 
 # The same environment with only transformers replaced, through a folder that comes first on the path.
 test-oldest: $(OLDEST)/installed
 	PYTHONPATH=$(OLDEST) $(BIN)/python -c 'import transformers as t; assert t.__version__ == "$(OLDEST_TRANSFORMERS)", t'
-	PYTHONPATH=$(OLDEST) $(BIN)/pytest -m oldest $(ARGS)
+	PYTHONPATH=$(OLDEST) $(BIN)/pytest $(WORKERS) -m oldest $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -10,9 +10,13 @@ import torch
 import transformers
 from hypothesis import settings
 
-# Tiny models: a second thread costs more than it brings, and the workers of pytest-xdist share the cores. Tests of
+# Tiny models: a second thread costs more than it brings, and pytest-xdist's workers share the cores. Tests of
 # threading set the number they need and put it back.
 torch.set_num_threads(1)
+
+# The same examples in every run, and no deadline: how long one takes depends on the machine.
+settings.register_profile("hfaccel", derandomize=True, deadline=None)
+settings.load_profile("hfaccel")
 
 
 def pytest_report_header():
