@@ -59,13 +59,13 @@ static inline void transpose16(Vi* r) {
 
 static inline int64_t page_bytes(int32_t dtype) { return dtype == HFA_PAGES_I8 ? 1 : dtype == HFA_F32 ? 4 : 2; }
 
-static inline Vf load_page(const void* p, int64_t at, int32_t dtype, int n) {
-    if (dtype != HFA_PAGES_I8) return load_as(p, at, dtype, n);
-    float t[16] = {};
+template <int DTYPE> static inline Vf load_page(const void* p, int64_t at, int n) {
+    if (DTYPE != HFA_PAGES_I8) return load_as(p, at, DTYPE, n);
     const int8_t* codes = static_cast<const int8_t*>(p) + at;
 #if defined(HFA_ISA_AVX512)
     if (n >= 16) return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)codes)))};
 #endif
+    float t[16] = {};
     for (int l = 0; l < n && l < 16; ++l) t[l] = (float)codes[l];
     return load(t);
 }
@@ -113,28 +113,28 @@ struct RowState {
 
 // What a thread leaves behind where a (sequence, head) is shared: see the head of this file.
 struct Shared {
-    int64_t out_row, out_head;   // item it began and did not finish; -1: none
-    int64_t in_row, in_head;     // item that another thread began; -1: none
-    int64_t in_blocks;           // how many of its blocks lie in `blocks`
-    int64_t padding[3];
+    int64_t out_row, out_head, out_heads;  // token and query heads it began and did not finish; row -1: none
+    int64_t in_row, in_head;               // those that another thread began; row -1: none
+    int64_t in_blocks;                     // how many of its blocks lie in `blocks`
+    int64_t padding[2];
 };
 
 struct Scratch {
     float *kt, *vt, *q, *o, *part;  // [D, kKeys], [kKeys, Dv], [rows, D], [rows, Dv], [kSubRows, Dv]
     RowState* state;                // [rows]
     Shared* shared;
-    float *prefix, *blocks;         // [ratio, 2 + Dv], [blocks, ratio, 2 + Dv]
+    float *prefix, *blocks;         // [rows, 2 + Dv], [blocks, rows, 2 + Dv] of what is shared
 };
 
 static inline int64_t pad16(int64_t v) { return (v + 15) / 16 * 16; }
 
-// Floats of scratch a thread needs; `blocks` is the largest number of shared blocks.
-static inline int64_t scratch_floats(int64_t k_size, int64_t v_size, int64_t ratio, int64_t blocks) {
+// Floats of scratch a thread needs; `rows` and `blocks` are the most that it may share.
+static inline int64_t scratch_floats(int64_t k_size, int64_t v_size, int64_t rows, int64_t blocks) {
     const int64_t d = pad16(k_size), dv = pad16(v_size);
     return d * kKeys + kKeys * dv + kTileRows * (d + dv) + kSubRows * dv + 2 * kTileRows + 16 +
-           (1 + blocks) * ratio * (2 + dv) + 64;
+           (1 + blocks) * rows * (2 + dv) + 64;
 }
-static inline Scratch scratch_at(float* at, int64_t k_size, int64_t v_size, int64_t ratio) {
+static inline Scratch scratch_at(float* at, int64_t k_size, int64_t v_size, int64_t rows) {
     const int64_t d = pad16(k_size), dv = pad16(v_size);
     Scratch s;
     s.kt = at;
@@ -145,7 +145,7 @@ static inline Scratch scratch_at(float* at, int64_t k_size, int64_t v_size, int6
     s.state = reinterpret_cast<RowState*>(s.part + kSubRows * dv);
     s.shared = reinterpret_cast<Shared*>(s.part + kSubRows * dv + 2 * kTileRows);
     s.prefix = s.part + kSubRows * dv + 2 * kTileRows + 16;
-    s.blocks = s.prefix + ratio * (2 + dv);
+    s.blocks = s.prefix + rows * (2 + dv);
     return s;
 }
 
@@ -170,9 +170,9 @@ static inline void find_slots(const int32_t* table, int64_t page_tokens, int64_t
 }
 
 // kt[d, j] = K of slot j; slots that hold nothing give zeros.
-static inline void load_keys(const AttendArgs& a, const Block& b, int64_t g, float* kt) {
+template <int DTYPE> static void load_keys_of(const AttendArgs& a, const Block& b, int64_t g, float* kt) {
     const HfaPages& p = *a.pages;
-    const int64_t size = p.k_size, bytes = page_bytes(p.dtype), step = p.kv_heads * size * bytes;
+    const int64_t size = p.k_size, bytes = page_bytes(DTYPE), step = p.kv_heads * size * bytes;
     const uint8_t* base = static_cast<const uint8_t*>(p.k) + g * size * bytes;
     for (int j = 0; j < b.count; j += 16) {
         const uint8_t* row[16];
@@ -180,15 +180,24 @@ static inline void load_keys(const AttendArgs& a, const Block& b, int64_t g, flo
         for (int i = 0; i < n; ++i) row[i] = base + b.slot[j + i] * step;
         int64_t d = 0;
 #if defined(HFA_ISA_AVX512)
-        if (p.dtype == HFA_BF16) {  // pairs of channels move as one int32: half the shuffles
-            for (; d + 32 <= size; d += 32) {
-                Vi r[16];
-                for (int i = 0; i < 16; ++i)
-                    r[i] = i < n ? load_i(reinterpret_cast<const int32_t*>(row[i] + d * 2)) : splat_i(0);
-                transpose16(r);
-                for (int i = 0; i < 16; ++i) {
-                    store(kt + (d + 2 * i) * kKeys + j, {_mm512_castsi512_ps(_mm512_slli_epi32(r[i].v, 16))});
-                    store(kt + (d + 2 * i + 1) * kKeys + j, from_bits(r[i] & splat_i((int32_t)0xffff0000)));
+        constexpr int kPerWord = DTYPE == HFA_BF16 ? 2 : DTYPE == HFA_PAGES_I8 ? 4 : 1;
+        // several channels move as one int32: fewer shuffles
+        for (; kPerWord > 1 && d + 16 * kPerWord <= size; d += 16 * kPerWord) {
+            Vi r[16];
+            for (int i = 0; i < 16; ++i)
+                r[i] = i < n ? load_i(reinterpret_cast<const int32_t*>(row[i] + d * bytes)) : splat_i(0);
+            transpose16(r);
+            for (int i = 0; i < 16; ++i) {
+                float* to = kt + (d + kPerWord * i) * kKeys + j;
+                if (DTYPE == HFA_BF16) {
+                    store(to, {_mm512_castsi512_ps(_mm512_slli_epi32(r[i].v, 16))});
+                    store(to + kKeys, from_bits(r[i] & splat_i((int32_t)0xffff0000)));
+                } else {
+                    const __m512i q = r[i].v;
+                    store(to, {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(q, 24), 24))});
+                    store(to + kKeys, {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(q, 16), 24))});
+                    store(to + 2 * kKeys, {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(q, 8), 24))});
+                    store(to + 3 * kKeys, {_mm512_cvtepi32_ps(_mm512_srai_epi32(q, 24))});
                 }
             }
         }
@@ -196,21 +205,41 @@ static inline void load_keys(const AttendArgs& a, const Block& b, int64_t g, flo
         for (; d < size; d += 16) {
             const int left = size - d < 16 ? (int)(size - d) : 16;
             Vi r[16];
-            for (int i = 0; i < 16; ++i) r[i] = i < n ? bits(load_page(row[i], d, p.dtype, left)) : splat_i(0);
+            for (int i = 0; i < 16; ++i) r[i] = i < n ? bits(load_page<DTYPE>(row[i], d, left)) : splat_i(0);
             transpose16(r);
             for (int i = 0; i < left; ++i) store(kt + (d + i) * kKeys + j, from_bits(r[i]));
         }
     }
 }
 
-static inline void load_values(const AttendArgs& a, const Block& b, int64_t g, float* vt) {
+static inline void load_keys(const AttendArgs& a, const Block& b, int64_t g, float* kt) {
+    switch (a.pages->dtype) {
+        case HFA_BF16: return load_keys_of<HFA_BF16>(a, b, g, kt);
+        case HFA_F16: return load_keys_of<HFA_F16>(a, b, g, kt);
+        case HFA_F32: return load_keys_of<HFA_F32>(a, b, g, kt);
+        default: return load_keys_of<HFA_PAGES_I8>(a, b, g, kt);
+    }
+}
+
+template <int DTYPE> static void load_values_of(const AttendArgs& a, const Block& b, int64_t g, float* vt) {
     const HfaPages& p = *a.pages;
-    const int64_t size = p.v_size, dv = pad16(size), bytes = page_bytes(p.dtype), step = p.kv_heads * size * bytes;
+    const int64_t size = p.v_size, dv = pad16(size), bytes = page_bytes(DTYPE), step = p.kv_heads * size * bytes;
     const uint8_t* base = static_cast<const uint8_t*>(p.v) + g * size * bytes;
-    for (int j = 0; j < b.count; ++j)
-        for (int64_t d = 0; d < size; d += 16)
-            store(vt + j * dv + d,
-                  load_page(base + b.slot[j] * step, d, p.dtype, size - d < 16 ? (int)(size - d) : 16));
+    for (int j = 0; j < b.count; ++j) {
+        const uint8_t* row = base + b.slot[j] * step;
+        int64_t d = 0;
+        for (; d + 16 <= size; d += 16) store(vt + j * dv + d, load_page<DTYPE>(row, d, 16));
+        if (d < size) store(vt + j * dv + d, load_page<DTYPE>(row, d, (int)(size - d)));
+    }
+}
+
+static inline void load_values(const AttendArgs& a, const Block& b, int64_t g, float* vt) {
+    switch (a.pages->dtype) {
+        case HFA_BF16: return load_values_of<HFA_BF16>(a, b, g, vt);
+        case HFA_F16: return load_values_of<HFA_F16>(a, b, g, vt);
+        case HFA_F32: return load_values_of<HFA_F32>(a, b, g, vt);
+        default: return load_values_of<HFA_PAGES_I8>(a, b, g, vt);
+    }
 }
 
 // Scores of N rows against V * 16 keys, before scale and mask: s[row, key].
@@ -242,30 +271,81 @@ static inline void scores(const float* q, int64_t ldq, const float* kt, int64_t 
     score_tile<N, 1>(q, ldq, kt, size, s);
 }
 
-// o[row] = sum over keys first .. last - 1 of p[row, key] * v[key]; row_of(key) points at the key's values.
-template <int N, int V, class Load>
-static inline void value_tile(const float* p, int first, int last, int64_t d, int64_t dv, float* o, Load&& value) {
-    Vf acc[N][V];
+// Values of a key in pairs of vectors, which hold channels d .. d + 31 in the order of their own; `put` restores it.
+struct DenseValues {  // fp32 rows converted before
+    const float* vt;
+    int64_t dv;
+    void get(int j, int64_t d, Vf* x) const {
+        x[0] = load(vt + j * dv + d);
+        x[1] = load(vt + j * dv + d + 16);
+    }
+    Vf one(int j, int64_t d) const { return load(vt + j * dv + d); }
+    static void put(float* to, const Vf* x) {
+        store(to, x[0]);
+        store(to + 16, x[1]);
+    }
+};
+
+template <int DTYPE> struct PageValues {  // pages themselves, head sizes in whole vectors
+    const uint8_t* const* row;
+    Vf one(int j, int64_t d) const { return load_page<DTYPE>(row[j], d, 16); }
+    void get(int j, int64_t d, Vf* x) const {
+#if defined(HFA_ISA_AVX512)
+        if (DTYPE == HFA_BF16) {  // even and odd channels apart: no shuffles
+            const Vi pair = load_i(reinterpret_cast<const int32_t*>(row[j] + d * 2));
+            x[0] = {_mm512_castsi512_ps(_mm512_slli_epi32(pair.v, 16))};
+            x[1] = from_bits(pair & splat_i((int32_t)0xffff0000));
+            return;
+        }
+#endif
+        x[0] = one(j, d);
+        x[1] = one(j, d + 16);
+    }
+    static void put(float* to, const Vf* x) {
+#if defined(HFA_ISA_AVX512)
+        if (DTYPE == HFA_BF16) {
+            const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            const __m512i high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+            store(to, {_mm512_permutex2var_ps(x[0].v, low, x[1].v)});
+            store(to + 16, {_mm512_permutex2var_ps(x[0].v, high, x[1].v)});
+            return;
+        }
+#endif
+        DenseValues::put(to, x);
+    }
+};
+
+// o[row] = sum over keys first .. last - 1, in order, of p[row, key] * value[key], 2 * PAIRS vectors of channels at d.
+template <int N, int PAIRS, class Values>
+static inline void value_tile(const float* p, int first, int last, int64_t d, int64_t dv, float* o, Values values) {
+    Vf acc[N][2 * PAIRS];
     for (int r = 0; r < N; ++r)
-        for (int v = 0; v < V; ++v) acc[r][v] = splat(0.0f);
+        for (int v = 0; v < 2 * PAIRS; ++v) acc[r][v] = splat(0.0f);
     for (int j = first; j < last; ++j) {
-        Vf x[V];
-        for (int v = 0; v < V; ++v) x[v] = value(j, d + v * 16);
+        Vf x[2 * PAIRS];
+        for (int v = 0; v < PAIRS; ++v) values.get(j, d + v * 32, x + 2 * v);
         for (int r = 0; r < N; ++r) {
             const Vf w = splat(p[r * kKeys + j]);
-            for (int v = 0; v < V; ++v) acc[r][v] = fma(w, x[v], acc[r][v]);
+            for (int v = 0; v < 2 * PAIRS; ++v) acc[r][v] = fma(w, x[v], acc[r][v]);
         }
     }
     for (int r = 0; r < N; ++r)
-        for (int v = 0; v < V; ++v) store(o + r * dv + d + v * 16, acc[r][v]);
+        for (int v = 0; v < PAIRS; ++v) Values::put(o + r * dv + d + v * 32, acc[r] + 2 * v);
 }
 
-template <int N, class Load>
-static inline void values(const float* p, int first, int last, int64_t dv, float* o, Load&& value) {
+template <int N, class Values>
+static inline void sum_values(const float* p, int first, int last, int64_t dv, float* o, Values values) {
     int64_t d = 0;
-    for (; d + 64 <= dv; d += 64) value_tile<N, 4>(p, first, last, d, dv, o, value);
-    for (; d + 32 <= dv; d += 32) value_tile<N, 2>(p, first, last, d, dv, o, value);
-    for (; d < dv; d += 16) value_tile<N, 1>(p, first, last, d, dv, o, value);
+    for (; d + 64 <= dv; d += 64) value_tile<N, 2>(p, first, last, d, dv, o, values);
+    for (; d + 32 <= dv; d += 32) value_tile<N, 1>(p, first, last, d, dv, o, values);
+    if (d == dv) return;
+    Vf acc[N];
+    for (int r = 0; r < N; ++r) acc[r] = splat(0.0f);
+    for (int j = first; j < last; ++j) {
+        const Vf x = values.one(j, d);
+        for (int r = 0; r < N; ++r) acc[r] = fma(splat(p[r * kKeys + j]), x, acc[r]);
+    }
+    for (int r = 0; r < N; ++r) store(o + r * dv + d, acc[r]);
 }
 
 // O, M, L joined with a block's o, m, l (up to 8 rows; rows whose m is -inf saw nothing of the block).
@@ -365,43 +445,48 @@ static void block_rows(const AttendArgs& a, const Scratch& scratch, const Block&
         if (low < from) from = (int)low;
         if (high > to) to = (int)high;
     }
-    if (direct) {
-        const int64_t bytes = page_bytes(pages.dtype), step = pages.kv_heads * pages.v_size * bytes;
-        const uint8_t* base = static_cast<const uint8_t*>(pages.v) + g * pages.v_size * bytes;
-        values<N>(s, from, to, dv, scratch.part, [&](int j, int64_t at) {
-            const int64_t left = pages.v_size - at;
-            return load_page(base + b.slot[j] * step, at, pages.dtype, left < 16 ? (int)left : 16);
-        });
-    } else {
-        const float* vt = scratch.vt;
-        values<N>(s, from, to, dv, scratch.part, [&](int j, int64_t at) { return load(vt + j * dv + at); });
+    if (!direct) return sum_values<N>(s, from, to, dv, scratch.part, DenseValues{scratch.vt, dv});
+    const uint8_t* row[kKeys];
+    const int64_t bytes = page_bytes(pages.dtype) * pages.v_size;
+    for (int j = from; j < to; ++j)
+        row[j] = static_cast<const uint8_t*>(pages.v) + (b.slot[j] * pages.kv_heads + g) * bytes;
+    switch (pages.dtype) {
+        case HFA_BF16: return sum_values<N>(s, from, to, dv, scratch.part, PageValues<HFA_BF16>{row});
+        case HFA_F16: return sum_values<N>(s, from, to, dv, scratch.part, PageValues<HFA_F16>{row});
+        case HFA_F32: return sum_values<N>(s, from, to, dv, scratch.part, PageValues<HFA_F32>{row});
+        default: return sum_values<N>(s, from, to, dv, scratch.part, PageValues<HFA_PAGES_I8>{row});
     }
 }
 
-// The tile of `rows` query rows against blocks [first, last). With `apart`, blocks are kept at `apart` ([block, row,
-// 2 + dv]) instead of being joined.
+// `rows` query rows (of `heads` KV heads from g on, as many of each) against blocks [first, last). With `apart`, blocks
+// are kept there ([block, row, 2 + dv]) instead of being joined.
 static inline void attend_blocks(const AttendArgs& a, const Scratch& scratch, const int32_t* table,
-                                 int64_t page_tokens, int64_t length, int64_t g, int rows, const int64_t* slot_of,
-                                 const int64_t* head_of, int64_t first, int64_t last, float* apart) {
+                                 int64_t page_tokens, int64_t length, int64_t g, int64_t heads, int rows,
+                                 const int64_t* slot_of, const int64_t* head_of, int64_t first, int64_t last,
+                                 float* apart) {
     const int64_t d = pad16(a.pages->k_size), dv = pad16(a.pages->v_size);
-    const bool direct = rows <= kSubRows;
+    const int each = rows / (int)heads;
+    const bool direct = each <= kSubRows && a.pages->v_size % 16 == 0;
     Block b;
     for (int64_t block = first; block < last; ++block) {
         find_slots(table, page_tokens, block * kKeys, length, &b);
-        load_keys(a, b, g, scratch.kt);
-        if (!direct) load_values(a, b, g, scratch.vt);
         for (int r = 0; r < rows;) {
+            const int64_t here = g + r / each;
+            if (r % each == 0) {
+                load_keys(a, b, here, scratch.kt);
+                if (!direct) load_values(a, b, here, scratch.vt);
+            }
             float m[kSubRows], l[kSubRows];
-            const int n = rows - r < kSubRows ? rows - r : kSubRows;
-            const int64_t *slots = slot_of + r, *heads = head_of + r;
+            const int left = each - r % each, n = left < kSubRows ? left : kSubRows;
+            const int64_t *slots = slot_of + r, *of = head_of + r;
             const float* q = scratch.q + r * d;
             switch (n) {
-                case 6: block_rows<6>(a, scratch, b, g, block * kKeys, slots, heads, q, direct, m, l); break;
-                case 5: block_rows<5>(a, scratch, b, g, block * kKeys, slots, heads, q, direct, m, l); break;
-                case 4: block_rows<4>(a, scratch, b, g, block * kKeys, slots, heads, q, direct, m, l); break;
-                case 3: block_rows<3>(a, scratch, b, g, block * kKeys, slots, heads, q, direct, m, l); break;
-                case 2: block_rows<2>(a, scratch, b, g, block * kKeys, slots, heads, q, direct, m, l); break;
-                default: block_rows<1>(a, scratch, b, g, block * kKeys, slots, heads, q, direct, m, l); break;
+                case 6: block_rows<6>(a, scratch, b, here, block * kKeys, slots, of, q, direct, m, l); break;
+                case 5: block_rows<5>(a, scratch, b, here, block * kKeys, slots, of, q, direct, m, l); break;
+                case 4: block_rows<4>(a, scratch, b, here, block * kKeys, slots, of, q, direct, m, l); break;
+                case 3: block_rows<3>(a, scratch, b, here, block * kKeys, slots, of, q, direct, m, l); break;
+                case 2: block_rows<2>(a, scratch, b, here, block * kKeys, slots, of, q, direct, m, l); break;
+                default: block_rows<1>(a, scratch, b, here, block * kKeys, slots, of, q, direct, m, l); break;
             }
             if (apart) {
                 float* to = apart + ((block - first) * rows + r) * (2 + dv);
@@ -418,14 +503,16 @@ static inline void attend_blocks(const AttendArgs& a, const Scratch& scratch, co
     }
 }
 
-// One (sequence, tile of tokens, KV head).
+// One (sequence, tile of tokens, KV heads).
 struct Item {
-    int64_t sequence, g;
-    int64_t token, tokens;  // of the tile, in the step
-    int64_t slot, length;   // slot of its first token; slots to look at
-    int64_t first, last;    // key blocks
+    int64_t sequence, g, heads;  // KV heads g .. g + heads - 1
+    int64_t token, tokens;       // of the tile, in the step
+    int64_t slot, length;        // slot of its first token; slots to look at
+    int64_t first, last;         // key blocks
     bool splittable;
 };
+
+constexpr int64_t kStreamBlocks = 8;  // from here on a decode step reads a page for all its heads before the next
 
 template <class Each>
 static inline void each_item(const HfaStep& step, int64_t kv_heads, int64_t ratio, int64_t window, Each&& each) {
@@ -442,7 +529,12 @@ static inline void each_item(const HfaStep& step, int64_t kv_heads, int64_t rati
             item.first = window && item.slot >= window ? (item.slot - window + 1) / kKeys : 0;
             item.last = (item.length + kKeys - 1) / kKeys;
             item.splittable = n == 1;
-            for (item.g = 0; item.g < kv_heads; ++item.g) each(item);
+            const int64_t together = kTileRows / ratio > 0 ? kTileRows / ratio : 1;
+            const int64_t width = n == 1 && item.last - item.first >= kStreamBlocks ? together : 1;
+            for (item.g = 0; item.g < kv_heads; item.g += width) {
+                item.heads = kv_heads - item.g < width ? kv_heads - item.g : width;
+                each(item);
+            }
         }
     }
 }
@@ -467,17 +559,14 @@ static inline void attend(const AttendArgs& a, const HfaStep& step, const Scratc
     const int64_t ratio = a.qv.count / a.kv.count, d = pad16(pages.k_size), dv = pad16(pages.v_size);
     int64_t total = 0;
     each_item(step, a.kv.count, ratio, a.window,
-              [&](const Item& i) { total += (i.last - i.first) * i.tokens * ratio; });
+              [&](const Item& i) { total += (i.last - i.first) * i.tokens * i.heads * ratio; });
     const int64_t begin = total * tid / nthreads, end = total * (tid + 1) / nthreads;
     scratch.shared->out_row = scratch.shared->in_row = -1;
     int64_t at = 0;
     int64_t slot_of[kTileRows], head_of[kTileRows];
     each_item(step, a.kv.count, ratio, a.window, [&](const Item& item) {
-        const int64_t rows = item.tokens * ratio, blocks = item.last - item.first, start = at;
+        const int64_t rows = item.tokens * item.heads * ratio, blocks = item.last - item.first, start = at;
         at += blocks * rows;
-        if (at <= begin || start >= end) {
-            if (item.splittable || start < begin || start >= end) return;
-        }
         int64_t from = 0, to = blocks;
         if (item.splittable) {  // the block whose work starts at x or later
             from = begin <= start ? 0 : (begin - start + rows - 1) / rows;
@@ -487,10 +576,10 @@ static inline void attend(const AttendArgs& a, const HfaStep& step, const Scratc
             return;
         }
         const int32_t* table = step.block_tables + item.sequence * step.table_stride;
-        if (fused && to == blocks)
-            write_token(a, item.token, slot_index(step, item.sequence, item.slot), item.g);
+        for (int64_t g = item.g; fused && to == blocks && g < item.g + item.heads; ++g)
+            write_token(a, item.token, slot_index(step, item.sequence, item.slot), g);
         for (int64_t t = 0, r = 0; t < item.tokens; ++t) {
-            for (int64_t h = 0; h < ratio; ++h, ++r) {
+            for (int64_t h = 0; h < item.heads * ratio; ++h, ++r) {
                 slot_of[r] = item.slot + t;
                 head_of[r] = item.g * ratio + h;
                 const float* q = a.q + (item.token + t) * a.ldq + a.qv.offset + head_of[r] * a.qv.stride;
@@ -502,15 +591,16 @@ static inline void attend(const AttendArgs& a, const HfaStep& step, const Scratc
                 memset(scratch.o + r * dv, 0, dv * 4);
             }
         }
-        attend_blocks(a, scratch, table, step.page_tokens, item.length, item.g, (int)rows, slot_of, head_of,
-                      item.first + from, item.first + to, from ? scratch.blocks : nullptr);
+        attend_blocks(a, scratch, table, step.page_tokens, item.length, item.g, item.heads, (int)rows, slot_of,
+                      head_of, item.first + from, item.first + to, from ? scratch.blocks : nullptr);
         if (from) {
             scratch.shared->in_row = item.token;
-            scratch.shared->in_head = item.g;
+            scratch.shared->in_head = item.g * ratio;
             scratch.shared->in_blocks = to - from;
         } else if (to < blocks) {
             scratch.shared->out_row = item.token;
-            scratch.shared->out_head = item.g;
+            scratch.shared->out_head = item.g * ratio;
+            scratch.shared->out_heads = rows;
             for (int64_t r = 0; r < rows; ++r) {
                 float* keep = scratch.prefix + r * (2 + dv);
                 keep[0] = scratch.state[r].m;
@@ -520,7 +610,8 @@ static inline void attend(const AttendArgs& a, const HfaStep& step, const Scratc
         } else {
             for (int64_t r = 0; r < rows; ++r)
                 finish_row(scratch.state[r], scratch.o + r * dv, a.sinks ? a.sinks + head_of[r] : nullptr,
-                           pages.v_size, a.out + (item.token + r / ratio) * a.ldo + head_of[r] * pages.v_size);
+                           pages.v_size,
+                           a.out + (item.token + slot_of[r] - item.slot) * a.ldo + head_of[r] * pages.v_size);
         }
     });
 }
@@ -529,31 +620,26 @@ static inline void attend(const AttendArgs& a, const HfaStep& step, const Scratc
 template <class ScratchOf>
 static inline void join_shared(const AttendArgs& a, int nthreads, int64_t begin, int64_t end, float* out, int64_t ldo,
                                ScratchOf&& scratch_of) {
-    const int64_t ratio = a.qv.count / a.kv.count, dv = pad16(a.pages->v_size);
-    std::vector<float> joined;
+    const int64_t dv = pad16(a.pages->v_size);
+    std::vector<float> joined(dv);
     for (int t = 0; t < nthreads; ++t) {
         const Scratch first = scratch_of(t);
-        const int64_t row = first.shared->out_row, g = first.shared->out_head;
+        const int64_t row = first.shared->out_row, head = first.shared->out_head, heads = first.shared->out_heads;
         if (row < begin || row >= end) continue;
-        joined.resize(dv);
-        for (int64_t h = 0; h < ratio; ++h) {
+        for (int64_t h = 0; h < heads; ++h) {
             const float* keep = first.prefix + h * (2 + dv);
             RowState state{keep[0], keep[1]};
             memcpy(joined.data(), keep + 2, dv * 4);
             for (int u = t + 1; u < nthreads; ++u) {
                 const Scratch more = scratch_of(u);
-                if (more.shared->in_row != row || more.shared->in_head != g) {
-                    if (more.shared->out_row < 0 && more.shared->in_row < 0) continue;  // had nothing to do
-                    break;
-                }
+                if (more.shared->in_row != row || more.shared->in_head != head) continue;
                 for (int64_t b = 0; b < more.shared->in_blocks; ++b) {
-                    const float* part = more.blocks + (b * ratio + h) * (2 + dv);
+                    const float* part = more.blocks + (b * heads + h) * (2 + dv);
                     join_rows(1, &state, joined.data(), part, part + 1, part + 2, dv, dv);
                 }
             }
-            const int64_t head = g * ratio + h;
-            finish_row(state, joined.data(), a.sinks ? a.sinks + head : nullptr, a.pages->v_size,
-                       out + row * ldo + head * a.pages->v_size);
+            finish_row(state, joined.data(), a.sinks ? a.sinks + head + h : nullptr, a.pages->v_size,
+                       out + row * ldo + (head + h) * a.pages->v_size);
         }
     }
 }

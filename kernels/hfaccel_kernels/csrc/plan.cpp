@@ -40,7 +40,7 @@ struct Walk {
     bool replicated, fused;
     std::vector<int64_t> offset, copy;  // of each buffer: bytes into the arena, and from one thread's copy to the next
     int64_t scratch_offset, scratch_bytes, bytes;
-    int64_t k_size = 0, v_size = 0, ratio = 1;  // largest of any layer
+    int64_t k_size = 0, v_size = 0, shared_rows = 1;  // largest of any layer
     Barrier barrier;
 
     Walk(const HfaPlan& p, const HfaStep& s) : plan(p), step(s), offset(p.buffers), copy(p.buffers) {
@@ -69,13 +69,13 @@ struct Walk {
         for (int i = 0; i < p.ops; ++i) {
             const HfaOp& op = p.op[i];
             if (op.kind != HFA_OP_ATTEND) continue;
-            const int64_t r = op.view[0].count / op.view[1].count;
+            const int64_t r = op.view[0].count < kTileRows ? op.view[0].count : kTileRows;
             k_size = op.view[0].size > k_size ? op.view[0].size : k_size;
             v_size = op.view[2].size > v_size ? op.view[2].size : v_size;
-            ratio = r > ratio ? r : ratio;
+            shared_rows = r > shared_rows ? r : shared_rows;
         }
         scratch_offset = bytes;
-        scratch_bytes = pad64(scratch_floats(k_size, v_size, ratio, blocks) * 4);
+        scratch_bytes = pad64(scratch_floats(k_size, v_size, shared_rows, blocks) * 4);
         bytes += scratch_bytes * s.threads;
     }
 
@@ -91,8 +91,7 @@ struct Walk {
     int64_t width(int buffer) const { return plan.buffer[buffer].width; }
     Scratch scratch(int tid, const AttendArgs& a) const {
         char* base = static_cast<char*>(step.arena) + scratch_offset + scratch_bytes * tid;
-        return scratch_at(reinterpret_cast<float*>(base), a.pages->k_size, a.pages->v_size,
-                          a.qv.count / a.kv.count);
+        return scratch_at(reinterpret_cast<float*>(base), a.pages->k_size, a.pages->v_size, shared_rows);
     }
 };
 
