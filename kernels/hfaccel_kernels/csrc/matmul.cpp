@@ -126,21 +126,24 @@ HFA_EXPORT int hfa_linear(const HfaWeight* w, const void* x, int32_t x_dtype, in
     using namespace hfa;
     if (m == 0 || w->n == 0) return 0;
     const bool is_packed = w->kind == HFA_PACKED, convert = !is_packed && x_dtype != HFA_F32;
-    const int64_t bytes = is_packed ? hfa_acts_bytes(w, m) : convert ? m * w->k * 4 : 0;
-    void* scratch = nullptr;
-    if (bytes && posix_memalign(&scratch, 64, bytes)) return -1;
     // A thread is worth waking for about 20 us of work: 2^17 bytes of weights, or as many products a token.
     const int64_t worth = 1 + (w->n * w->k * (m + 3) / 4 >> 15);
     if (nthreads > worth) nthreads = (int)worth;
-    HfaActs acts{};
-    if (is_packed) hfa_acts_view(w, scratch, m, &acts);
+    // Few activations are quantized by each thread for itself: a microsecond, where a barrier may take more.
+    const bool each = is_packed && m * w->k <= 4096;
+    int64_t bytes = is_packed ? hfa_acts_bytes(w, m) : convert ? m * w->k * 4 : 0;
+    bytes = (bytes + 63) / 64 * 64;
+    void* scratch = nullptr;
+    if (bytes && posix_memalign(&scratch, 64, bytes * (each ? nthreads : 1))) return -1;
     Barrier barrier;
     parallel(nthreads, [&](int tid, int n) {
         const float* xf = static_cast<const float*>(x);
         int64_t ld = ldx;
+        HfaActs acts{};
         if (is_packed) {
-            hfa_quantize_rows(w, x, x_dtype, ldx, m, &acts, tid, n);
-            barrier.wait(n);
+            hfa_acts_view(w, static_cast<uint8_t*>(scratch) + (each ? tid * bytes : 0), m, &acts);
+            hfa_quantize_rows(w, x, x_dtype, ldx, m, &acts, each ? 0 : tid, each ? 1 : n);
+            if (!each) barrier.wait(n);
         } else if (convert) {
             float* to = static_cast<float*>(scratch);
             const Range mine = share(m * ((w->k + 15) / 16), tid, n);
