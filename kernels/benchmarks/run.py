@@ -118,9 +118,8 @@ def main() -> None:
                 for name, _, functions in kinds:
                     samples[name].append(seconds(functions))
             base = statistics.median(samples["torch bf16"])
-            print(
-                f"\n{shape} [{n}, {k}], {m} rows{'us':>17} {'GB/s':>8} {'of read':>8} {'GFLOP/s':>8} {'x torch bf16':>13}"
-            )
+            head = f"{shape} [{n}, {k}], rows {m}"
+            print(f"\n{head:40} {'us':>9} {'GB/s':>8} {'of read':>7} {'GFLOP/s':>9} {'x torch bf16':>13}")
             for name, size, _ in kinds:
                 t = statistics.median(samples[name])
                 rows.append(

@@ -126,8 +126,8 @@ HFA_EXPORT int hfa_linear(const HfaWeight* w, const void* x, int32_t x_dtype, in
     using namespace hfa;
     if (m == 0 || w->n == 0) return 0;
     const bool is_packed = w->kind == HFA_PACKED, convert = !is_packed && x_dtype != HFA_F32;
-    // A thread is worth waking for about 20 us of work: 2^17 bytes of weights, or as many products a token.
-    const int64_t worth = 1 + (w->n * w->k * (m + 3) / 4 >> 15);
+    // Waking a thread takes some microseconds: one more for each 2^17 weights read, or products of four tokens.
+    const int64_t worth = 1 + (w->n * w->k * (m + 3) / 4 >> 17);
     if (nthreads > worth) nthreads = (int)worth;
     // Few activations are quantized by each thread for itself: a microsecond, where a barrier may take more.
     const bool each = is_packed && m * w->k <= 4096;
