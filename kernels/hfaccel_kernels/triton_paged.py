@@ -44,7 +44,7 @@ PREFILL = {
         (64, 90, Config((128, 64), 4, 3)),
         (64, 80, Config((64, 64), 4, 3)),
         (128, 90, Config((128, 64), 8, 3)),
-        (128, 80, Config((128, 32), 8, 3)),
+        (128, 80, Config((64, 32), 8, 3)),
         (256, 80, Config((64, 32), 8, 2)),
     ),
     "fp32": ((128, 80, Config((32, 32), 8, 2)), (256, 80, Config((16, 16), 8, 2))),
@@ -325,7 +325,9 @@ def paged_attention(
     decode = tokens <= 4 * sequences and ratio <= 16
     config = _attend_config(DECODE if decode else PREFILL, q, max(_padded(size), _padded(size_v)))
     rows, keys = config.tile
-    rows = max(rows, triton.next_power_of_2(ratio))
+    warps = config.num_warps
+    while rows < ratio:
+        rows, warps = 2 * rows, min(2 * warps, 8)
     if rows > 128:
         raise ValueError(f"{ratio} query heads share a KV head: the Triton kernel takes at most 128")
     blocks = tokens // (rows // ratio) + sequences
@@ -342,7 +344,7 @@ def paged_attention(
         RATIO=ratio, D=size, DV=size_v, BLOCK_D=_padded(size), BLOCK_DV=_padded(size_v), PAGE=page_tokens,
         INT8=k_scale is not None, WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not
         None and not split, SLOPES=alibi_slopes is not None, PART=split, DOT=tl.float32 if interpreting() else
-        _DOT[q.dtype], ROWS=rows, KEYS=keys, num_warps=config.num_warps, num_stages=config.num_stages,
+        _DOT[q.dtype], ROWS=rows, KEYS=keys, num_warps=warps, num_stages=config.num_stages,
         enable_fp_fusion=True,
     )  # fmt: skip
     if split:

@@ -1,5 +1,6 @@
 """Every Triton kernel and launch config, compiled for GPUs that are not here. Nothing runs."""
 
+import functools
 import importlib
 import re
 import subprocess
@@ -15,40 +16,37 @@ from hfaccel_kernels.triton_support import Config  # noqa: E402
 pytestmark = [pytest.mark.kernels, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def machines():
-    """By capability: what became of the launches of every op; on the oldest GPU of the rarer ones too."""
-    built = {}
-    for capability in aot.CAPABILITIES:
-        found = aot.build(capability)
-        built[capability] = [machine for per_op in found.values() for machine in per_op]
-    built[80] += [machine for per_op in aot.build(80, aot.MORE).values() for machine in per_op]
-    print()
-    for capability in aot.CAPABILITIES:
-        print(*built[capability], sep="\n")
-    return built
+@functools.cache
+def built(capability: int) -> list[aot.Machine]:
+    """What became of the launches of every op; on the oldest GPU of the rarer ones too."""
+    found = list(aot.build(capability).values())
+    if capability == 80:
+        found += aot.build(80, aot.MORE).values()
+    machines = [machine for per_op in found for machine in per_op]
+    print("", *machines, sep="\n")
+    return machines
 
 
-def of(machines, capability, kernel, **constants):
+def of(capability, kernel, **constants):
     """The launches of a kernel whose constants are these."""
     return [
         m
-        for m in machines[capability]
+        for m in built(capability)
         if m.launch.name == kernel and constants.items() <= m.launch.constants.items()
     ]
 
 
 @pytest.mark.parametrize("capability", aot.CAPABILITIES)
-def test_no_spills_and_shared_memory_fits(machines, capability):
-    assert machines[capability]
-    unfit = [f"{m}: {', '.join(m.faults)}" for m in machines[capability] if m.faults]
+def test_no_spills_and_shared_memory_fits(capability):
+    assert built(capability)
+    unfit = [f"{m}: {', '.join(m.faults)}" for m in built(capability) if m.faults]
     assert not unfit, "\n".join(unfit)
 
 
 @pytest.mark.parametrize("capability", aot.CAPABILITIES)
-def test_every_config_of_every_table_is_compiled(machines, capability):
+def test_every_config_of_every_table_is_compiled(capability):
     def assert_compiled(kernel, config: Config, **constants):
-        assert of(machines, capability, kernel, num_warps=config.num_warps, **constants), (kernel, config)
+        assert of(capability, kernel, num_warps=config.num_warps, **constants), (kernel, config)
 
     for bits, config in triton_linear.GEMV.items():
         assert_compiled("_gemv", config, BITS=bits, STEPS=config.tile[0], STAGES=config.num_stages)
@@ -71,7 +69,7 @@ def test_every_config_of_every_table_is_compiled(machines, capability):
                 )
 
 
-def test_what_is_compiled_is_what_ops_offer(machines):
+def test_what_is_compiled_is_what_ops_offer():
     for target in OPS.values():
         importlib.import_module(target.partition(":")[0])
     offered = {op for op in OPS if any(b.name == "triton" for b in dispatch.backends(op))}
@@ -82,29 +80,29 @@ def test_what_is_compiled_is_what_ops_offer(machines):
     }
     assert len(launched) == 6
     for capability in aot.CAPABILITIES:
-        compiled = {(m.launch.module, m.launch.name) for m in machines[capability]}
+        compiled = {(m.launch.module, m.launch.name) for m in built(capability)}
         assert compiled == launched
 
 
 @pytest.mark.parametrize("capability", aot.CAPABILITIES)
-def test_loads_are_wide_and_products_run_on_tensor_cores(machines, capability):
+def test_loads_are_wide_and_products_run_on_tensor_cores(capability):
     for kernel in ("_gemv", "_gemm", "_attend"):
         # rows and groups of odd sizes cannot be loaded 16 bytes at a time
-        whole = [m for m in of(machines, capability, kernel) if not m.launch.constants.get("GAPS")]
+        whole = [m for m in of(capability, kernel) if not m.launch.constants.get("GAPS")]
         assert whole and all(m.wide_loads and m.async_copies for m in whole), "\n".join(map(str, whole))
     for kernel in ("_gemm", "_attend"):
-        assert all(m.mma or m.wgmma or m.tcgen05 for m in of(machines, capability, kernel))
+        assert all(m.mma or m.wgmma or m.tcgen05 for m in of(capability, kernel))
 
 
-def test_warpgroup_products_on_hopper(machines):
-    for m in of(machines, 90, "_gemm"):
+def test_warpgroup_products_on_hopper():
+    for m in of(90, "_gemm"):
         assert (m.wgmma > 0) == (m.launch.constants["BM"] >= 64), str(m)
-    assert all(m.wgmma for m in of(machines, 90, "_attend") if m.launch.constants["ROWS"] >= 64)
+    assert all(m.wgmma for m in of(90, "_attend") if m.launch.constants["ROWS"] >= 64)
 
 
-def test_fusion_of_multiply_and_add_is_pinned(machines):
+def test_fusion_of_multiply_and_add_is_pinned():
     """Triton's default changes between releases. Codes of K and V are rounded as the reference rounds."""
-    for m in machines[80]:
+    for m in built(80):
         assert m.launch.constants["enable_fp_fusion"] == (m.launch.name != "_write"), str(m)
 
 
