@@ -266,3 +266,22 @@ def test_equal_keys_share_activations():
         len({key(Layout(4, 64)), key(Layout(4, 40)), key(Layout(4, 16)), key(Layout(4, 64, act_bits=16))})
         == 4
     )
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("threads", [1, 3, 7, 64])
+def test_shares_of_any_number_of_threads_make_the_whole(isa, threads):
+    # hfa_linear wakes few threads for small products, so the shares are called one by one here.
+    n, k, m = 90, 200, 30
+    layout, x = Layout(4, 64, False), torch.randn(m, k)
+    packed, weight = random_packed(layout, n, k), torch.randn(n, k)
+    packed_weight = describe(layout, n, k, *packed)
+    for w in (packed_weight, describe_plain(weight)):
+        y = torch.full((m, n), float("nan"))
+        acts, _kept = quantized(packed_weight, x, isa, threads)
+        for tid in range(threads):
+            native.library(isa).hfa_matmul(
+                ctypes.byref(w), ctypes.byref(acts), ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(k),
+                ctypes.c_int64(m), ctypes.c_void_p(y.data_ptr()), 0, ctypes.c_int64(n), 0, tid, threads,
+            )  # fmt: skip
+        assert torch.equal(y, linear(w, x, isa=isa))
