@@ -105,12 +105,20 @@ def offload_files(module: nn.Module) -> set[str]:
     }
 
 
-def offload_place(model: nn.Module, name: str) -> tuple[str, str] | None:
-    """File and name of an offloaded tensor there: tied tensors share them, though no object in memory."""
-    owner, _, leaf = name.rpartition(".")
-    index, prefix = _offload_index(model.get_submodule(owner))
-    entry = index.get(f"{prefix}{leaf}", {})
+def offload_place(module: nn.Module, key: str) -> tuple[str, str] | None:
+    """File of a module's offloaded tensor and its name there, which tied tensors share."""
+    index, prefix = _offload_index(module)
+    entry = index.get(f"{prefix}{key}", {})
     return (entry["safetensors_file"], entry["weight_name"]) if "weight_name" in entry else None
+
+
+def retie_offloaded(model: nn.Module) -> None:
+    """Give tied weights that are offloaded one placeholder again: a forward leaves each with one of its own."""
+    seen: dict[tuple[str, str], nn.Parameter] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta and (place := offload_place(module, key)):
+                module._parameters[key] = seen.setdefault(place, parameter)
 
 
 @contextmanager
@@ -119,11 +127,13 @@ def materialized(module: nn.Module) -> Iterator[None]:
     if not is_offloaded(module):
         yield
         return
+    placeholders = dict(module._parameters)
     module._hf_hook.pre_forward(module)
     try:
         yield
     finally:
         module._hf_hook.post_forward(module, None)
+        module._parameters.update(placeholders)  # the hook makes new ones, which would untie tied weights
 
 
 def move_inputs_as(original: nn.Module, module: nn.Module) -> None:
@@ -169,12 +179,14 @@ def _cast_attributes(cls: type) -> frozenset[str]:
     return frozenset(found)
 
 
-def untie(model: nn.Module, head: nn.Module, embedding: nn.Module) -> None:
-    """Make the config tell the truth where `head` and `embedding` no longer share a weight; it is the model's own."""
-    if head.weight is embedding.weight:
+def untie(model: nn.Module) -> None:
+    """Make the config tell the truth where head and embedding do not share a weight; it is the model's own."""
+    ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    weights = [getattr(base_layer(end), "weight", None) if end is not None else None for end in ends]
+    if None in weights or weights[0] is weights[1]:
         return
     for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
-        if hasattr(config, "tie_word_embeddings"):
+        if getattr(config, "tie_word_embeddings", False):
             config.tie_word_embeddings = False
 
 

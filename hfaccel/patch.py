@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import gc
 import logging
 import threading
 from collections import Counter
@@ -96,6 +95,7 @@ def patch(
             f"the model is patched with {state.config.describe()!r} already; call hfaccel.unpatch(model) first"
         )
     check_materialized(target)
+    compat.retie_offloaded(target)
     if config is None or config == "auto":
         from hfaccel.auto import choose
 
@@ -239,13 +239,8 @@ def _apply(root: nn.Module, model: nn.Module, plan: Plan, state: State, progress
             for site in sites:
                 _apply_site(transform, site, state, slots, places, shared)
                 advance()
-    parts = plan.anatomy
-    if parts.tied and parts.head:
-        compat.untie(
-            model,
-            compat.base_layer(model.get_submodule(parts.head)),
-            compat.base_layer(model.get_submodule(parts.embeddings["tok"])),
-        )
+    if plan.anatomy.tied:
+        compat.untie(model)
     settle(model, [transform for transform, _ in plan.work], state, journal.on_undo)
 
 
@@ -309,8 +304,10 @@ def _apply_site(
     places: dict[int, list[tuple[nn.Module, str]]],
     shared: dict[Any, nn.Module],
 ) -> None:
+    weight = site.module._parameters.get(
+        "weight"
+    )  # of an offloaded module: the placeholder, as good as a name
     with compat.materialized(site.module):
-        weight = site.module._parameters.get("weight")
         twin = None if weight is None else shared.get(weight)
         if twin is not None and isinstance(transform, Rounding):
             new = packed_like(site.module, twin.layout, dict(twin.packed))
@@ -351,6 +348,6 @@ def tensor_bytes(module: nn.Module) -> int:
 
 def release_memory() -> None:
     """Give freed pages back to the system, so that memory falls to what is in use."""
-    gc.collect()
-    if hasattr(ctypes.CDLL(None), "malloc_trim"):  # glibc alone
-        ctypes.CDLL(None).malloc_trim(0)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc alone
+        libc.malloc_trim(0)

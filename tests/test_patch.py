@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from dequantized import difference, oracle
-from tiny import DECODERS, FAMILIES, ids, tiny
 from torch import nn
 from transformers import LlamaForCausalLM, pipeline
 
 import hfaccel
+from dequantized import difference, oracle
 from hfaccel import RTN, Head, PatchError
-from hfaccel.errors import AlreadyPatched, NoMatch, UnsupportedModel
+from hfaccel.errors import AlreadyPatched, UnsupportedModel
 from hfaccel.quant.linear import QuantEmbedding, QuantExperts, QuantLinear, codes_of, is_packed
+from tiny import DECODERS, FAMILIES, ids, tiny
 
 EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
 
@@ -107,7 +107,9 @@ def _codes(module):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "gpt_oss"])
-@pytest.mark.parametrize("recipe", ["int8-g32-asym", "int8-tensor", "int4-sym", "int4-row", "int3", "int2+head4"])
+@pytest.mark.parametrize(
+    "recipe", ["int8-g32-asym", "int8-tensor", "int4-sym", "int4-row", "int3", "int2+head4"]
+)
 def test_other_grids(family, recipe):
     model = tiny(family)
     dense = copy.deepcopy(model)
@@ -191,7 +193,9 @@ def test_two_roundings_of_one_weight_are_refused():
 def test_mixed_precision_by_targets():
     model = tiny("TL")
     hfaccel.patch(model, [RTN(bits=8, targets="**.down_proj"), RTN(bits=4, ignore="**.down_proj")])
-    bits = {name: module.layout.bits for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    bits = {
+        name: module.layout.bits for name, module in model.named_modules() if isinstance(module, QuantLinear)
+    }
     assert all(bits[name] == (8 if name.endswith(("down_proj", "lm_head")) else 4) for name in bits)
     assert len(bits) == 4 * 7 + 1
 
@@ -225,7 +229,9 @@ def test_share_of_packed_bytes():
         linears = sum(m.weight.nbytes for m in model.modules() if isinstance(m, nn.Linear))
         hfaccel.patch(model, "int4")
         left = sum(
-            m.weight.nbytes for m in model.modules() if isinstance(m, nn.Linear) and not isinstance(m, QuantLinear)
+            m.weight.nbytes
+            for m in model.modules()
+            if isinstance(m, nn.Linear) and not isinstance(m, QuantLinear)
         )
         assert left <= 0.05 * linears
 
@@ -257,7 +263,9 @@ def test_head_alone_is_untied_and_lookups_stay():  # P1 b
     model = tied()
     before, table = Snapshot(model), model.model.embed_tokens
     hfaccel.patch(model, RTN(targets="lm_head"))
-    assert model.model.embed_tokens is table and torch.equal(table.weight, before.state["model.embed_tokens.weight"])
+    assert model.model.embed_tokens is table and torch.equal(
+        table.weight, before.state["model.embed_tokens.weight"]
+    )
     assert isinstance(model.lm_head, QuantLinear) and not model.config.tie_word_embeddings
     model.tie_weights()
     assert isinstance(model.lm_head, QuantLinear) and model.lm_head.weight.dtype == torch.uint8
@@ -320,7 +328,9 @@ def test_untied_embedding_stays():
 def test_resizing_is_refused_by_name():
     for model, config in ((tied(), "int8"), (tiny("TL"), "int4"), (tiny("TL"), "head8")):
         hfaccel.patch(model, config)
-        with pytest.raises(PatchError, match="resize_token_embeddings: .* is quantized; call hfaccel.unpatch"):
+        with pytest.raises(
+            PatchError, match="resize_token_embeddings: .* is quantized; call hfaccel.unpatch"
+        ):
             model.resize_token_embeddings(600)
         with pytest.raises(PatchError, match="resize_token_embeddings"):
             copy.deepcopy(model).resize_token_embeddings(600)
@@ -444,11 +454,19 @@ def test_patch_twice():
     model = tiny("TL")
     hfaccel.patch(model, "int4")
     state, modules = model._hfaccel, dict(model.named_modules())
-    for same in ("int4", RTN(bits=4), [RTN(bits=4, group=64)], {"transforms": [{"name": "int", "bits": 4}]}, None):
+    for same in (
+        "int4",
+        RTN(bits=4),
+        [RTN(bits=4, group=64)],
+        {"transforms": [{"name": "int", "bits": 4}]},
+        None,
+    ):
         assert hfaccel.patch(model, same) is model
     assert model._hfaccel is state and dict(model.named_modules()) == modules
     for other in ("int8", "int4-sym", "int4+kv8", "runtime"):
-        with pytest.raises(AlreadyPatched, match=r"patched with 'int4' already; call hfaccel\.unpatch\(model\)"):
+        with pytest.raises(
+            AlreadyPatched, match=r"patched with 'int4' already; call hfaccel\.unpatch\(model\)"
+        ):
             hfaccel.patch(model, other)
     hfaccel.patch(hfaccel.unpatch(model), "int8")
 
@@ -594,7 +612,9 @@ def test_a_full_disk_is_seen_before_anything_changes(monkeypatch, spill):
     before = Snapshot(model)
     full = types.SimpleNamespace(free=1000)
     monkeypatch.setattr("hfaccel.journal.shutil.disk_usage", lambda _: full)
-    with pytest.raises(PatchError, match="needs [0-9,]+ bytes under .*, 1,000 are free: set HFACCEL_SPILL_DIR"):
+    with pytest.raises(
+        PatchError, match="needs [0-9,]+ bytes under .*, 1,000 are free: set HFACCEL_SPILL_DIR"
+    ):
         hfaccel.patch(model, "int8")
     assert not spill.exists()
     before.check()
@@ -683,7 +703,9 @@ def test_originals_follow_a_move():
     assert model.model.norm.weight.dtype == torch.bfloat16 and logits(model).dtype == torch.bfloat16
     assert model.lm_head.weight_scale.dtype == torch.float32
     hfaccel.unpatch(model)
-    assert model.lm_head.weight.dtype == torch.float32 and torch.equal(model.lm_head.weight, state["lm_head.weight"])
+    assert model.lm_head.weight.dtype == torch.float32 and torch.equal(
+        model.lm_head.weight, state["lm_head.weight"]
+    )
 
 
 def test_half_is_refused_as_transformers_does():
@@ -774,7 +796,12 @@ def test_original_is_refused_while_another_thread_generates():
     model = tiny("TL")
     hfaccel.patch(model, "int4")
     x, streamer, out = ids(1, 5), Stopping(), []
-    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(x)}
+    options = {
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "attention_mask": torch.ones_like(x),
+    }
     wanted = model.generate(x, **options)
     thread = threading.Thread(target=lambda: out.append(model.generate(x, streamer=streamer, **options)))
     thread.start()
@@ -807,8 +834,8 @@ def test_generate_of_another_thread_waits_for_original():
 
 
 def test_a_pipeline_is_taken_as_its_model():
-    from transformers import PreTrainedTokenizerFast
     from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
 
     words = {f"w{i}": i for i in range(512)}
     tokenizer = PreTrainedTokenizerFast(
@@ -881,10 +908,19 @@ def test_report():
     assert data["bytes"] == sum(now.values()) < before / 2
     assert len(data["modules"]) == 4 * 7 + 2
     text = str(report)
-    for part in ("model.layers.*.mlp.up_proj", "int4 g64 asymmetric", "int8 row symmetric", "whole model", "generate:"):
+    for part in (
+        "model.layers.*.mlp.up_proj",
+        "int4 g64 asymmetric",
+        "int8 row symmetric",
+        "whole model",
+        "generate:",
+    ):
         assert part in text
     assert sum(r["bytes_after"] for r in data["modules"]) == sum(
-        t.nbytes for m in model.modules() if is_packed(m) and m is not model.lm_head for t in m.packed.values()
+        t.nbytes
+        for m in model.modules()
+        if is_packed(m) and m is not model.lm_head
+        for t in m.packed.values()
     )
     arithmetic = 4 * (64 * (64 + 64 + 16 + 16) + 3 * 64 * 176) * (0.5 + 3 / 64) + 512 * 64 + 512 * 4
     packed = sum(r["bytes_after"] for r in data["modules"])

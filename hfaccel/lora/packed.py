@@ -24,14 +24,8 @@ from hfaccel.quant.linear import QuantEmbedding, QuantLinear, pack_matrix
 from hfaccel.quant.rtn import round_to_nearest
 
 _WEIGHT_READERS = ("DoraLinearVariant", "DoraEmbeddingVariant", "KasaLinearVariant")
-_FREE_INITS = (
-    True,
-    False,
-    None,
-    "gaussian",
-    "orthogonal",
-    "eva",
-)  # ways to start an adapter without the weight
+# Ways to start an adapter without a look at the weight below it.
+_FREE_INITS = (True, False, None, "gaussian", "eva")
 
 
 class _Merging:
@@ -143,7 +137,7 @@ def refuse(config: Any) -> None:
             )
     if init not in _FREE_INITS:
         raise PatchError(
-            f"init_lora_weights={init!r} starts from the float weights, which a quantized layer does not have; "
+            f"init_lora_weights={init!r} needs the float weights, which a quantized layer does not have; "
             f"known are {', '.join(map(repr, _FREE_INITS))}"
         )
 
