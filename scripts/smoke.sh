@@ -4,13 +4,14 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
 unset PYTHONPATH
+export PIP_DISABLE_PIP_VERSION_CHECK=1
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 make install
 .venv/bin/python -m build --no-isolation --outdir "$work/dist" . >"$work/build.log" 2>&1 || { cat "$work/build.log"; exit 1; }
-.venv/bin/python -m venv "$work/env" || { echo "scripts/smoke.sh: this Python has no ensurepip"; exit 1; }
-"$work/env/bin/pip" install -q -c constraints.txt "$work"/dist/*.whl
+.venv/bin/python -m venv --without-pip "$work/env"
+.venv/bin/python -m pip --python "$work/env/bin/python" install -q -c constraints.txt "$work"/dist/*.whl
 
 # Every tracked file of the two packages is in the wheel.
 git ls-files hfaccel kernels/hfaccel_kernels | sed 's|^kernels/||' | sort >"$work/tracked"
