@@ -264,7 +264,8 @@ def stored_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]
             continue
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.is_meta or not tensor.numel():
-            key = compat.offload_place(model, name) or id(tensor)
+            owner, _, leaf = name.rpartition(".")
+            key = compat.offload_place(model.get_submodule(owner), leaf) or id(tensor)
         name = plain_name(name)
         if (source := seen.setdefault(key, name)) != name:
             tied[name] = source
