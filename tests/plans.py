@@ -7,7 +7,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hfaccel.cache.pool import PagePool, Sequence
-from hfaccel.quant.linear import QuantEmbedding, QuantLinear
+from hfaccel.quant.linear import QuantEmbedding, QuantExperts, QuantLinear, is_fused_experts
 from hfaccel.runtime.native import Native
 from hfaccel.runtime.plan import Plan
 from hfaccel.runtime.plan_build import build
@@ -29,6 +29,8 @@ FAMILIES = (
     "opt",
     "gpt_neox",
     "starcoder2",
+    "mixtral",
+    "qwen3_moe",
 )
 
 
@@ -98,6 +100,12 @@ def quantize(model: nn.Module, layout: Layout, embedding: Layout | None = None) 
             weight = module.weight.T if isinstance(module, Conv1D) else module.weight
             packed = round_to_nearest(weight, layout)
             new = QuantLinear(weight.shape[1], weight.shape[0], layout, packed, bias=module.bias)
+        elif is_fused_experts(module):
+            packed = {}
+            for key in QuantExperts.PROJECTIONS:
+                each = [round_to_nearest(w, layout) for w in getattr(module, key)]
+                packed[key] = {part: torch.stack([one[part] for one in each]) for part in each[0]}
+            new = QuantExperts(module, layout, packed)
         elif embedding is not None and module is model.get_input_embeddings():
             packed = round_to_nearest(module.weight, embedding)
             multiplier = getattr(module, "scalar_embed_scale", None)
@@ -120,7 +128,7 @@ def record_errors(model: nn.Module, ids: torch.Tensor) -> dict[str, float]:
         if index + 1 < len(plan.ops):
             after = _left_behind(model, plan, index + 1, ids)
         if index and not isinstance(op, Quant | CacheWrite | Logits):
-            outs = [out for out in getattr(op, "outs", (getattr(op, "out", getattr(op, "x", None)),))]
+            outs = {number for number, _, _, write, _ in op.accesses(plan) if write}
             for quant in plan.ops[:index]:
                 if isinstance(quant, Quant):
                     before.buffers[quant.out] = before.buffers[quant.x]

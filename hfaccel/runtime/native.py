@@ -25,13 +25,17 @@ from hfaccel.runtime.plan_ops import (
     Add,
     Attend,
     CacheWrite,
+    Dispatch,
     Embed,
+    Experts,
     Join,
     Logits,
     Matmul,
+    Mix,
     Norm,
     Rope,
     Rotary,
+    Route,
 )
 from hfaccel_kernels import native
 from hfaccel_kernels.layouts import ACT_CHUNK
@@ -137,11 +141,11 @@ class _Step(ctypes.Structure):
     ]
 
 
-def weight_struct(matrix: Matrix) -> native.Weight:
-    """The C form of a matrix; the tensors must outlive it."""
+def weight_struct(matrix: Matrix, expert: int = 0) -> native.Weight:
+    """The C form of a matrix, or of one of its experts; the tensors must outlive it."""
     w = native.Weight()
     w.n, w.k = matrix.n, matrix.k
-    w.data = matrix.weight.data_ptr()
+    w.data = _address(matrix.weight, expert, matrix)
     w.ld = matrix.n if matrix.transposed else matrix.k
     if matrix.bias is not None:
         w.bias, w.bias_dtype = matrix.bias.data_ptr(), native.DTYPES[matrix.bias.dtype]
@@ -151,10 +155,16 @@ def weight_struct(matrix: Matrix) -> native.Weight:
     layout = matrix.layout
     w.kind, w.bits, w.group = native.PACKED, layout.bits, layout.group
     w.act_bits, w.chunk = layout.act_bits, ACT_CHUNK[layout.act_bits]
-    w.scale, w.scale_dtype = matrix.scale.data_ptr(), native.DTYPES[matrix.scale.dtype]
+    w.scale, w.scale_dtype = _address(matrix.scale, expert, matrix), native.DTYPES[matrix.scale.dtype]
     if matrix.zero is not None:
-        w.zero = matrix.zero.data_ptr()
+        w.zero = _address(matrix.zero, expert, matrix)
     return w
+
+
+def _address(tensor: torch.Tensor, expert: int, matrix: Matrix) -> int:
+    """Of the expert's slice, or of the whole."""
+    bytes_ = tensor.numel() * tensor.element_size()
+    return tensor.data_ptr() + (expert * (bytes_ // matrix.experts) if matrix.experts else 0)
 
 
 class Encoded:
@@ -189,7 +199,8 @@ class Encoded:
         )
 
     def weights(self, matrices: tuple[Matrix, ...]):
-        array = (native.Weight * len(matrices))(*(weight_struct(m) for m in matrices))
+        each = [weight_struct(m, expert) for m in matrices for expert in range(max(1, m.experts))]
+        array = (native.Weight * len(each))(*each)
         self.keep += [array, *(t.detach() for m in matrices for t in m.tensors())]
         return ctypes.cast(array, ctypes.POINTER(native.Weight))
 
@@ -212,10 +223,15 @@ class Encoded:
 
     def encode(self, c: _Op, op: Op) -> None:
         outs = op.outs if isinstance(op, Matmul) else (getattr(op, "out", None),)
+        if isinstance(op, Experts):
+            outs = (op.outs[0].buffer,)
+        elif isinstance(op, Route):
+            outs = (op.chosen, op.weights)
         for i in range(3):
             c.out[i] = outs[i] if i < len(outs) and outs[i] is not None else -1
         if matrices := op.matrices():
-            c.weight, c.weights = self.weights(matrices), len(matrices)
+            c.weight = self.weights(matrices)
+            c.weights = sum(max(1, m.experts) for m in matrices)
         self.views(c, getattr(op, "x", None))
         if isinstance(op, Embed):
             c.reals[0], c.ints[0] = op.multiplier, op.position_offset
@@ -246,6 +262,17 @@ class Encoded:
         elif isinstance(op, Add):
             self.views(c, op.y)
             c.out[0] = op.x
+        elif isinstance(op, Route):
+            c.ints[0], c.ints[1] = self.plan.buffers[op.chosen].width, op.renormalize
+        elif isinstance(op, Dispatch):
+            self.views(c, op.x, op.chosen)
+            c.ints[0] = op.experts
+        elif isinstance(op, Experts):
+            self.views(c, op.x, op.chosen)
+            c.ints[0] = len(op.outs)
+        elif isinstance(op, Mix):
+            self.views(c, op.y, op.chosen, op.weights)
+            c.ints[0] = op.experts
         elif isinstance(op, Logits):
             c.reals[0], c.reals[1] = op.scale, op.softcap
 

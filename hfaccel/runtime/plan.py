@@ -267,7 +267,9 @@ class Plan:
                     continue
                 if how == ROWS and replicated:
                     how = ALL
-                touched.append((number, (how, cut if how == COLS else self.buffers[number].rows), write))
+                if how != COLS:
+                    cut = (self.buffers[number].rows, self.buffers[number].per_row)
+                touched.append((number, (how, cut), write))
             if isinstance(op, CacheWrite) and not fused:
                 touched.append((pages, (ROWS, TOKENS), True))
             if isinstance(op, Attend):

@@ -8,7 +8,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hfaccel.anatomy import Anatomy, Block, anatomy
 from hfaccel.errors import UnsupportedModel
-from hfaccel.quant.linear import QuantEmbedding, QuantLinear
+from hfaccel.quant.linear import QuantEmbedding, QuantExperts, QuantLinear
 from hfaccel.runtime import Unsupported
 from hfaccel.runtime.plan import ASKED, TOKENS, Buffer, Matrix, Op, Plan, View, acts_key
 from hfaccel.runtime.plan_ops import (
@@ -16,15 +16,19 @@ from hfaccel.runtime.plan_ops import (
     Add,
     Attend,
     CacheWrite,
+    Dispatch,
     Embed,
+    Experts,
     Gather,
     Join,
     Logits,
     Matmul,
+    Mix,
     Norm,
     Quant,
     Rope,
     Rotary,
+    Route,
 )
 from hfaccel_kernels.layouts import ROWS as BLOCK_ROWS
 
@@ -111,7 +115,7 @@ class _Builder:
     # -- buffers and weights
 
     def buffer(self, name: str, width: int, rows: str, **kwargs) -> int:
-        key = (name, width, rows, kwargs.get("kind"))
+        key = (name, width, rows, kwargs.get("kind"), kwargs.get("per_row"))
         if kwargs.get("acts") is not None:
             key += (acts_key(kwargs["acts"]),)
         if key not in self.named:
@@ -326,10 +330,91 @@ class _Builder:
     def mlp(self, block: Block, normed: int) -> int:
         rows = self.rows(normed)
         if block.mlp == "moe":
-            raise Unsupported(f"{block.name}: experts")
+            return self.experts(block, normed, rows)
         parts, gate, up = self.mlp_inputs(block, rows)
         self.matmul(normed, parts, block.index)
         return self.mlp_rest(block, gate, up, rows)
+
+    def experts(self, block: Block, normed: int, rows: str) -> int:
+        """Router, and the chosen experts' gated MLPs on rows sorted by expert."""
+        roles, layer, facts = block.roles, block.index, self.facts
+        if facts.gate_up != "halves":
+            raise Unsupported(f"{block.name}: gate and up {facts.gate_up}")
+        router = self.modules[roles["router"]]
+        if getattr(router, "bias", None) is not None or "weight" not in router._parameters:
+            raise Unsupported(f"{roles['router']} is a {type(router).__name__}")
+        count = router.weight.shape[0]
+        k = next(
+            (getattr(router, name) for name in ("top_k", "num_experts_per_tok") if hasattr(router, name)), 0
+        )
+        if not 0 < k <= count:
+            raise Unsupported(f"{roles['router']}: {k} experts of {count}")
+        holder = self.modules[roles["experts_gate_up"].rpartition(".")[0]]
+        up_gate, down = (expert_matrix(roles[r], holder) for r in ("experts_gate_up", "experts_down"))
+        scores = self.buffer("router_scores", count, rows)
+        self.matmul(
+            normed, [(roles["router"], Matrix(count, router.weight.shape[1], router.weight), scores)], layer
+        )
+        chosen = self.buffer("chosen", k, rows, kind="i32")
+        weights = self.buffer("chosen_weights", k, rows)
+        self.ops.append(
+            Route(
+                name=f"{roles['router']}.choice",
+                layer=layer,
+                x=scores,
+                chosen=chosen,
+                weights=weights,
+                renormalize=facts.router_renormalize,
+            )
+        )
+        sent = self.buffer("dispatched", up_gate.k, rows, per_row=k)
+        self.ops.append(
+            Dispatch(
+                name=f"{block.name}.dispatch", layer=layer, x=normed, chosen=chosen, out=sent, experts=count
+            )
+        )
+        out, half = self.buffer("experts_gate_up", up_gate.n, rows, per_row=k), up_gate.n // 2
+        gate, up = View(out, 0, 1, half, half), View(out, half, 1, half, half)
+        whole = half % BLOCK_ROWS == 0
+        self.expert_product(
+            roles["experts_gate_up"],
+            up_gate,
+            sent,
+            chosen,
+            (gate, up) if whole else (self.whole(out),),
+            layer,
+        )
+        active = self.buffer("experts_active", half, rows, per_row=k)
+        kind = _ACTIVATIONS[facts.activation]
+        self.ops.append(
+            Act(name=f"{block.name}.experts.act", layer=layer, gate=gate, up=up, out=active, kind=kind)
+        )
+        each = self.buffer("experts_out", down.n, rows, per_row=k)
+        self.expert_product(roles["experts_down"], down, active, chosen, (self.whole(each),), layer)
+        mixed = self.buffer("mlp_out", down.n, rows)
+        self.ops.append(
+            Mix(
+                name=f"{block.name}.mix",
+                layer=layer,
+                y=each,
+                chosen=chosen,
+                weights=weights,
+                out=mixed,
+                experts=count,
+            )
+        )
+        return mixed
+
+    def expert_product(
+        self, name: str, matrix: Matrix, x: int, chosen: int, outs: tuple[View, ...], layer: int
+    ) -> None:
+        """One matrix of every expert on rows sorted by expert."""
+        if acts_key(matrix) is not None:
+            kind = {"kind": "acts", "acts": matrix, "per_row": self.buffers[x].per_row}
+            acts = self.buffer("experts_acts", matrix.k, self.rows(x), **kind)
+            self.ops.append(Quant(name=f"{name} input", layer=layer, x=x, out=acts))
+            x = acts
+        self.ops.append(Experts(name=name, layer=layer, x=x, chosen=chosen, outs=outs, matrix=matrix))
 
     def output(self, block: Block, joined: int) -> int:
         matrix = self.matrix(block.roles["o"])
@@ -468,6 +553,20 @@ def matrix_of(name: str, module: nn.Module) -> Matrix:
     if kind.forward is nn.Linear.forward:
         return Matrix(*weight.shape, weight, bias=bias)
     raise Unsupported(f"{name} is a {kind.__name__}")
+
+
+def expert_matrix(name: str, holder: nn.Module) -> Matrix:
+    """The stacked weights of fused experts, packed or not. Raises: Unsupported."""
+    leaf = name.rpartition(".")[2]
+    if getattr(holder, "is_transposed", False) or getattr(holder, f"{leaf}_bias", None) is not None:
+        raise Unsupported(f"{name}: experts stored transposed or with biases")
+    weight = getattr(holder, leaf, None)
+    if type(holder) is QuantExperts:
+        scale, zero = getattr(holder, f"{leaf}_scale"), getattr(holder, f"{leaf}_zero")
+        return Matrix(*holder.sizes[leaf], weight, holder.layout, scale, zero, experts=weight.shape[0])
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 3:
+        raise Unsupported(f"{name} is not one stack of matrices")
+    return Matrix(weight.shape[1], weight.shape[2], weight, experts=weight.shape[0])
 
 
 def split_rows(matrix: Matrix, pieces: int) -> list[Matrix] | None:

@@ -23,6 +23,7 @@ from hfaccel.runtime.plan import (
     updates,
     writes,
 )
+from hfaccel_kernels.layouts import ROWS as BLOCK_ROWS
 
 # position = the number in csrc/plan.h
 ACTIVATIONS = ("none", "silu", "gelu_tanh", "gelu_erf", "relu", "quick_gelu", "relu2")
@@ -76,7 +77,7 @@ class Rope(Op):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Norm(Op):
-    """For each head of a view x / sqrt(mean(x^2) + eps) * (w or 1 + w), or (x - mean) / sqrt(var + eps) * w + b"""
+    """For each head of a view: x / sqrt(mean(x^2) + eps) * (w or 1 + w); or LayerNorm with w and b"""
 
     code: ClassVar[int] = 3
     x: View = reads(ROWS)
@@ -308,3 +309,91 @@ class Logits(Op):
 
     def detail(self):
         return f"{self.n}{f' softcap {self.softcap:g}' if self.softcap else ''}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Route(Op):
+    """Softmax over experts' scores, the k largest by ascending expert, and their weights"""
+
+    code: ClassVar[int] = 14
+    x: int = reads(ROWS)  # [experts]
+    chosen: int = writes(ROWS)  # i32 [k]
+    weights: int = writes(ROWS)  # [k]
+    renormalize: bool  # divide the weights by their sum
+
+    def check(self, plan):
+        x, chosen, weights = (plan.buffers[b] for b in (self.x, self.chosen, self.weights))
+        self.need(chosen.kind == "i32" and chosen.width == weights.width <= x.width, "chosen experts")
+
+    def detail(self):
+        return (
+            f"{'renormalized' if self.renormalize else 'softmax'} b{self.x} -> b{self.chosen} b{self.weights}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Dispatch(Op):
+    """A row of x for each choice of an expert, those of one expert together, tokens in order"""
+
+    code: ClassVar[int] = 17
+    x: int = reads(ALL)
+    chosen: int = reads(ALL)
+    out: int = writes(ROWS)
+    experts: int
+
+    def check(self, plan):
+        x, chosen, out = (plan.buffers[b] for b in (self.x, self.chosen, self.out))
+        self.need(
+            x.width == out.width and out.per_row == chosen.width and x.rows == out.rows, "dispatched rows"
+        )
+
+    def detail(self):
+        return f"b{self.x} -> b{self.out}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Experts(Op):
+    """Each expert's matrix times its rows; `outs` are one view of the product or two halves of it"""
+
+    code: ClassVar[int] = 15
+    x: int = reads(ALL)
+    chosen: int = reads(ALL)
+    outs: tuple[View, ...] = writes(COLS)
+    matrix: Matrix
+
+    def matrices(self):
+        return (self.matrix,)
+
+    def check(self, plan):
+        self.matrix.check()
+        x, out = plan.buffers[self.x], plan.buffers[self.outs[0].buffer]
+        self.need(self.matrix.experts > 0 and self.matrix.bias is None, "stacked matrices without bias")
+        self.need(self.matrix.k == x.width and self.matrix.n == out.width, "experts' width")
+        self.need(x.per_row == out.per_row == plan.buffers[self.chosen].width, "rows of the experts")
+        self.need(
+            acts_key(self.matrix) == (acts_key(x.acts) if x.kind == "acts" else None), "activation chunks"
+        )
+        for at, view in enumerate(self.outs):
+            self.need_view(plan, view)
+            self.need(view.size * len(self.outs) == out.width and view.offset == at * view.size, "halves")
+            self.need(len(self.outs) == 1 or view.size % BLOCK_ROWS == 0, "halves in whole blocks")
+
+    def detail(self):
+        m = self.matrix
+        return f"{m.experts} x [{m.n}, {m.k}] {m.format}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Mix(Op):
+    """out = sum over the token's experts, in order, of weight * y"""
+
+    code: ClassVar[int] = 16
+    y: int = reads(ALL)
+    chosen: int = reads(ALL)
+    weights: int = reads(ROWS)
+    out: int = writes(ROWS)
+    experts: int
+
+    def check(self, plan):
+        y, chosen, out = (plan.buffers[b] for b in (self.y, self.chosen, self.out))
+        self.need(y.width == out.width and y.per_row == chosen.width, "mixed rows")

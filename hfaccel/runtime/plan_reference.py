@@ -16,15 +16,19 @@ from hfaccel.runtime.plan_ops import (
     Add,
     Attend,
     CacheWrite,
+    Dispatch,
     Embed,
+    Experts,
     Gather,
     Join,
     Logits,
     Matmul,
+    Mix,
     Norm,
     Quant,
     Rope,
     Rotary,
+    Route,
 )
 from hfaccel_kernels.layouts import dequantize, gather_rows, quantize_activations
 from hfaccel_kernels.paged import cache_write, paged_attention_reference
@@ -171,16 +175,19 @@ def _norm(op: Norm, step: Step, _) -> None:
     step.buffers[op.out] = x.flatten(1)
 
 
+def product(x: torch.Tensor, part: Matrix) -> torch.Tensor:
+    """x [T, k] times one matrix, x rounded as its layout says: fp32 [T, n]."""
+    if part.layout is not None:
+        codes, scales = quantize_activations(x, part.layout)
+        lengths = torch.tensor([stop - start for start, stop in part.layout.chunks(part.k)])
+        x = codes * scales.repeat_interleave(lengths, 1)
+    y = (x.double() @ weight_of(part).double().T).float()
+    return y if part.bias is None else y + part.bias.float()
+
+
 def _matmul(op: Matmul, step: Step, _) -> None:
-    x = step.buffers[op.x]
     for out, part in zip(op.outs, op.parts, strict=True):
-        rows = x
-        if part.layout is not None:
-            codes, scales = quantize_activations(x, part.layout)
-            lengths = torch.tensor([stop - start for start, stop in part.layout.chunks(part.k)])
-            rows = codes * scales.repeat_interleave(lengths, 1)
-        y = (rows.double() @ weight_of(part).double().T).float()
-        step.buffers[out] = y if part.bias is None else y + part.bias.float()
+        step.buffers[out] = product(step.buffers[op.x], part)
 
 
 def _rotary(op: Rotary, step: Step, _) -> None:
@@ -244,6 +251,43 @@ def _gather(op: Gather, step: Step, _) -> None:
     step.buffers[op.out] = step.buffers[op.x][step.rows]
 
 
+def _route(op: Route, step: Step, _) -> None:
+    weights, chosen = step.buffers[op.x].softmax(-1).topk(step.plan.buffers[op.chosen].width)
+    chosen, order = chosen.sort(-1)
+    weights = weights.gather(1, order)
+    step.buffers[op.chosen] = chosen.int()
+    step.buffers[op.weights] = weights / weights.sum(-1, keepdim=True) if op.renormalize else weights
+
+
+def _by_expert(chosen: torch.Tensor) -> torch.Tensor:
+    """[T * k] choices in the order of experts, tokens of one in order."""
+    return chosen.flatten().argsort(stable=True)
+
+
+def _dispatch(op: Dispatch, step: Step, _) -> None:
+    chosen = step.buffers[op.chosen]
+    step.buffers[op.out] = step.buffers[op.x][_by_expert(chosen) // chosen.shape[1]]
+
+
+def _experts(op: Experts, step: Step, _) -> None:
+    matrix, x = op.matrix, step.buffers[op.x]
+    counts = step.buffers[op.chosen].flatten().long().bincount(minlength=matrix.experts).tolist()
+    out = step.buffers[op.outs[0].buffer]
+    at = 0
+    for expert, count in enumerate(counts):
+        pick = [t if t is None else t[expert] for t in (matrix.weight, matrix.scale, matrix.zero)]
+        one = Matrix(matrix.n, matrix.k, pick[0], matrix.layout, pick[1], pick[2])
+        out[at : at + count] = product(x[at : at + count], one)
+        at += count
+
+
+def _mix(op: Mix, step: Step, _) -> None:
+    weights, y = step.buffers[op.weights], step.buffers[op.y]
+    back = torch.empty_like(y)
+    back[_by_expert(step.buffers[op.chosen])] = y
+    step.buffers[op.out] = (back.view(*weights.shape, -1) * weights[..., None]).sum(1)
+
+
 def _logits(op: Logits, step: Step, _) -> None:
     x = step.buffers[op.x] * op.scale
     step.out = op.softcap * torch.tanh(x / op.softcap) if op.softcap else x
@@ -262,5 +306,9 @@ _RUN: dict[type[Op], object] = {
     Act: _act,
     Add: _add,
     Gather: _gather,
+    Route: _route,
+    Dispatch: _dispatch,
+    Experts: _experts,
+    Mix: _mix,
     Logits: _logits,
 }

@@ -217,7 +217,7 @@ def test_replaced_tensors_stay_alive_while_the_plan_points_at_them():
     assert steps.runner.refresh() is not steps.runner.executor or steps.run(ids)[0].isnan().all()
 
 
-@pytest.mark.parametrize("family", ["llama", "opt"])
+@pytest.mark.parametrize("family", ["llama", "opt", "mixtral"])
 def test_every_record_counts(family):
     """A plan less any one record gives other logits."""
     model, ids = tiny.tiny(family), tiny.ids(1, 40)[0]

@@ -19,8 +19,9 @@ def test_equals_transformers(family):
     model, ids = tiny.tiny(family), tiny.ids(1, 40)[0]
     steps = Steps(model, Reference(model))
     want = logits(model, ids)
-    assert (steps.run(ids)[0] - want).abs().max() < 1e-4
-    assert (steps.run(ids, cuts=[13, 14, 30])[0] - want).abs().max() < 1e-4
+    bound = 2e-5 * want.abs().max()  # fp32 in another order; logits are as large as 20
+    assert (steps.run(ids)[0] - want).abs().max() < bound
+    assert (steps.run(ids, cuts=[13, 14, 30])[0] - want).abs().max() < bound
 
 
 def test_packed_models_equal_their_modules():

@@ -43,6 +43,15 @@ struct HfaActs {
     int64_t ldq, lds;
 };
 
+// The same from token `first` on.
+static inline struct HfaActs hfa_acts_from(struct HfaActs a, int64_t first) {
+    a.codes += first * a.ldq;
+    if (a.low) a.low += first * a.ldq;
+    a.scales += first * a.lds;
+    a.minus_sums += first * a.lds;
+    return a;
+}
+
 HFA_EXPORT int64_t hfa_acts_key(const HfaWeight* w);
 // Bytes that hfa_acts_view needs for m tokens (0 for a plain weight); the buffer is 64-byte aligned.
 HFA_EXPORT int64_t hfa_acts_bytes(const HfaWeight* w, int64_t m);

@@ -126,16 +126,14 @@ struct Scratch {
     float *prefix, *blocks;         // [rows, 2 + Dv], [blocks, rows, 2 + Dv] of what is shared
 };
 
-static inline int64_t pad16(int64_t v) { return (v + 15) / 16 * 16; }
-
 // Floats of scratch a thread needs; `rows` and `blocks` are the most that it may share.
 static inline int64_t scratch_floats(int64_t k_size, int64_t v_size, int64_t rows, int64_t blocks) {
-    const int64_t d = pad16(k_size), dv = pad16(v_size);
+    const int64_t d = pad_lanes(k_size), dv = pad_lanes(v_size);
     return d * kKeys + kKeys * dv + kTileRows * (d + dv) + kSubRows * dv + 2 * kTileRows + 16 +
            (1 + blocks) * rows * (2 + dv) + 64;
 }
 static inline Scratch scratch_at(float* at, int64_t k_size, int64_t v_size, int64_t rows) {
-    const int64_t d = pad16(k_size), dv = pad16(v_size);
+    const int64_t d = pad_lanes(k_size), dv = pad_lanes(v_size);
     Scratch s;
     s.kt = at;
     s.vt = s.kt + d * kKeys;
@@ -223,7 +221,7 @@ static inline void load_keys(const AttendArgs& a, const Block& b, int64_t g, flo
 
 template <int DTYPE> static void load_values_of(const AttendArgs& a, const Block& b, int64_t g, float* vt) {
     const HfaPages& p = *a.pages;
-    const int64_t size = p.v_size, dv = pad16(size), bytes = page_bytes(DTYPE), step = p.kv_heads * size * bytes;
+    const int64_t size = p.v_size, dv = pad_lanes(size), bytes = page_bytes(DTYPE), step = p.kv_heads * size * bytes;
     const uint8_t* base = static_cast<const uint8_t*>(p.v) + g * size * bytes;
     for (int j = 0; j < b.count; ++j) {
         const uint8_t* row = base + b.slot[j] * step;
@@ -389,7 +387,7 @@ template <int N>
 static void block_rows(const AttendArgs& a, const Scratch& scratch, const Block& b, int64_t g, int64_t first_slot,
                        const int64_t* slot_of, const int64_t* head_of, const float* q, bool direct, float* m, float* l) {
     const HfaPages& pages = *a.pages;
-    const int64_t d = pad16(pages.k_size), dv = pad16(pages.v_size);
+    const int64_t d = pad_lanes(pages.k_size), dv = pad_lanes(pages.v_size);
     float s[kSubRows * kKeys];
     float key_scale[kKeys], value_scale[kKeys];
     scores<N>(q, d, scratch.kt, pages.k_size, b.count, s);
@@ -464,7 +462,7 @@ static inline void attend_blocks(const AttendArgs& a, const Scratch& scratch, co
                                  int64_t page_tokens, int64_t length, int64_t g, int64_t heads, int rows,
                                  const int64_t* slot_of, const int64_t* head_of, int64_t first, int64_t last,
                                  float* apart) {
-    const int64_t d = pad16(a.pages->k_size), dv = pad16(a.pages->v_size);
+    const int64_t d = pad_lanes(a.pages->k_size), dv = pad_lanes(a.pages->v_size);
     const int each = rows / (int)heads;
     const bool direct = each <= kSubRows && a.pages->v_size % 16 == 0;
     Block b;
@@ -556,7 +554,7 @@ static inline void write_token(const AttendArgs& a, int64_t token, int64_t slot,
 static inline void attend(const AttendArgs& a, const HfaStep& step, const Scratch& scratch, bool fused, int tid,
                           int nthreads) {
     const HfaPages& pages = *a.pages;
-    const int64_t ratio = a.qv.count / a.kv.count, d = pad16(pages.k_size), dv = pad16(pages.v_size);
+    const int64_t ratio = a.qv.count / a.kv.count, d = pad_lanes(pages.k_size), dv = pad_lanes(pages.v_size);
     int64_t total = 0;
     each_item(step, a.kv.count, ratio, a.window,
               [&](const Item& i) { total += (i.last - i.first) * i.tokens * i.heads * ratio; });
@@ -620,7 +618,7 @@ static inline void attend(const AttendArgs& a, const HfaStep& step, const Scratc
 template <class ScratchOf>
 static inline void join_shared(const AttendArgs& a, int nthreads, int64_t begin, int64_t end, float* out, int64_t ldo,
                                ScratchOf&& scratch_of) {
-    const int64_t dv = pad16(a.pages->v_size);
+    const int64_t dv = pad_lanes(a.pages->v_size);
     std::vector<float> joined(dv);
     for (int t = 0; t < nthreads; ++t) {
         const Scratch first = scratch_of(t);

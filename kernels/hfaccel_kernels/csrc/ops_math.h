@@ -5,6 +5,8 @@
 
 namespace hfa {
 
+static inline int64_t pad_lanes(int64_t v) { return (v + 15) / 16 * 16; }
+
 // 2^n for the integers n >= -127 (0 at -127).
 static inline Vf pow2(Vi n) {
 #if defined(HFA_ISA_AVX512)

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "ops_attend.h"
+#include "ops_experts.h"
 #include "ops_rows.h"
 #include "parallel.h"
 
@@ -323,6 +324,58 @@ void run(const Walk& w, const HfaOp& op, int tid, int nthreads) {
             const float* x = w.f32(op.view[0].buffer, tid);
             float* out = w.f32(op.out[0], tid);
             for (int64_t t = r.begin; t < r.end; ++t) memcpy(out + t * width, x + step.rows[t] * width, width * 4);
+            return;
+        }
+        case HFA_OP_ROUTE: {
+            const int64_t experts = op.view[0].size, k = op.ints[0];
+            const float* scores = w.f32(op.view[0].buffer, tid);
+            int32_t* chosen = reinterpret_cast<int32_t*>(w.at(op.out[0], tid));
+            float* weights = w.f32(op.out[1], tid);
+            const Rows r = mine(op.out[1]);
+            for (int64_t t = r.begin; t < r.end; ++t)
+                route_row(scores + t * experts, experts, k, op.ints[1], chosen + t * k, weights + t * k);
+            return;
+        }
+        case HFA_OP_DISPATCH: {  // rows of x, once for each choice, those of one expert together
+            const int32_t* chosen = reinterpret_cast<const int32_t*>(w.at(op.view[1].buffer, tid));
+            const int64_t k = op.view[1].size, width = w.width(op.out[0]);
+            const Grouping g(chosen, w.rows(op.out[0]), op.ints[0]);
+            const float* x = w.f32(op.view[0].buffer, tid);
+            float* out = w.f32(op.out[0], tid);
+            const Rows r = mine(op.out[0]);
+            for (int64_t c = 0; c < w.rows(op.out[0]); ++c)
+                if (g.place[c] >= r.begin && g.place[c] < r.end)
+                    memcpy(out + g.place[c] * width, x + c / k * width, width * 4);
+            return;
+        }
+        case HFA_OP_EXPERTS: {  // the weights of one expert after another times their rows; ints[0] pieces of columns
+            const int in = op.view[0].buffer;
+            const int32_t* chosen = reinterpret_cast<const int32_t*>(w.at(op.view[1].buffer, tid));
+            const Grouping g(chosen, w.rows(in), op.weights);
+            HfaActs acts{};
+            if (op.weight->kind == HFA_PACKED) hfa_acts_view(op.weight, w.at(in, tid), w.rows(in), &acts);
+            const int64_t ldx = w.width(in), ldy = w.width(op.out[0]), piece = op.weight->n / op.ints[0];
+            const Rows c = columns(piece);
+            for (int64_t e = 0; e < op.weights && c.begin < c.end; ++e) {
+                const int64_t first = g.starts[e], m = g.starts[e + 1] - first;
+                for (int64_t at = 0; m && at < op.weight->n; at += piece) {
+                    HfaWeight part = part_of(op.weight[e], (at + c.begin) / 16, (at + c.end + 15) / 16);
+                    const HfaActs here = acts.codes ? hfa_acts_from(acts, first) : acts;
+                    hfa_matmul(&part, &here, w.f32(in, tid) + first * ldx, ldx, m,
+                               w.f32(op.out[0], tid) + first * ldy + at + c.begin, HFA_F32, ldy, 0, 0, 1);
+                }
+            }
+            return;
+        }
+        case HFA_OP_MIX: {
+            const int32_t* chosen = reinterpret_cast<const int32_t*>(w.at(op.view[1].buffer, tid));
+            const float *y = w.f32(op.view[0].buffer, tid), *weights = w.f32(op.view[2].buffer, tid);
+            const int64_t k = op.view[1].size, width = w.width(op.out[0]);
+            const Grouping g(chosen, w.rows(op.view[0].buffer), op.ints[0]);
+            float* out = w.f32(op.out[0], tid);
+            const Rows r = mine(op.out[0]);
+            for (int64_t t = r.begin; t < r.end; ++t)
+                mix_row(weights + t * k, g.place.data() + t * k, k, y, width, out + t * width);
             return;
         }
         case HFA_OP_LOGITS: {

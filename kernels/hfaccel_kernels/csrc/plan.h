@@ -29,6 +29,7 @@ enum HfaOpKind {
     HFA_OP_ROUTE = 14,
     HFA_OP_EXPERTS = 15,
     HFA_OP_MIX = 16,
+    HFA_OP_DISPATCH = 17,
 };
 
 enum HfaActKind {
