@@ -1,4 +1,4 @@
-"""hfaccel: one line, `hfaccel.patch(model, config)`, and a Hugging Face model is smaller and faster in place."""
+"""hfaccel: `hfaccel.patch(model, config)`, and a Hugging Face model is smaller and faster in place."""
 
 from __future__ import annotations
 
@@ -33,7 +33,20 @@ _PUBLIC = {  # name -> module, imported on use: `import hfaccel` stays quick
     "Head": "hfaccel.quant.head",
     "KVCache": "hfaccel.cache.quantized",
 }
-__all__ = ["PatchError", "__version__", *_PUBLIC]
+__all__ = [
+    "Head",
+    "KVCache",
+    "PatchConfig",
+    "PatchError",
+    "RTN",
+    "__version__",
+    "demo_model",
+    "from_pretrained",
+    "original",
+    "patch",
+    "report",
+    "unpatch",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -51,7 +64,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """`hfaccel.patch` is a function and a submodule: importing the module must not bind it over the function."""
+    """`hfaccel.patch` is a function and a submodule: importing the module must not hide the function."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _PUBLIC and isinstance(value, ModuleType)):

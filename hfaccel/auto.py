@@ -2,11 +2,12 @@
 
 Candidates are `int8` and the runtime alone; nothing below 8 bits. `int8` is taken if
 
-    mean KL(original || int8) <= 0.005 and its perplexity is at most 0.5 % higher, on text the model knows, and
-    it is not slower than the runtime alone at either M = 1 (decode) or M = 128 (prefill).
+    mean KL(original || int8) <= 0.005 and its perplexity is at most 0.5 % higher, on text the model knows,
+    and it is not slower than the runtime alone at either M = 1 (decode) or M = 128 (prefill).
 
-The text is a shipped excerpt if a tokenizer is at hand (given, or beside the checkpoint), else what the model itself
-samples. The choice is an ordinary recipe, printed and stored: `patch(model, that)` repeats it without measuring.
+The text is a shipped excerpt if a tokenizer is at hand (given, or beside the checkpoint), else what the
+model itself samples. The choice is an ordinary recipe, printed and stored: `patch(model, that)` repeats it
+without measuring.
 """
 
 from __future__ import annotations
@@ -53,7 +54,11 @@ def choose(model: nn.Module, *, tokenizer: Any = None, progress: bool = True) ->
     verdict = _quality(text, ours, theirs)
     slower = [f"{name}: {fast[name] / slow[name]:.2f} x the time" for name in fast if fast[name] > slow[name]]
     if verdict or slower:
-        log.warning("auto: not %s (%s); the runtime alone is used", CANDIDATE, "; ".join(filter(None, [verdict, *slower])))
+        log.warning(
+            "auto: not %s (%s); the runtime alone is used",
+            CANDIDATE,
+            "; ".join(filter(None, [verdict, *slower])),
+        )
         return fallback
     gains = ", ".join(f"{name} {slow[name] / fast[name]:.2f} x" for name in fast)
     log.warning("auto: %s (%s as fast as before)", CANDIDATE, gains)
@@ -61,7 +66,9 @@ def choose(model: nn.Module, *, tokenizer: Any = None, progress: bool = True) ->
 
 
 def _workloads(model: nn.Module) -> dict[str, Callable[[], Any]]:
-    """Name -> one call: decode and prefill through `generate`, or one forward of 8 x 128 where there is none."""
+    """Name -> one call: decode and prefill through `generate`, or one forward of 8 x 128 where there is
+    none.
+    """
     vocab = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocab, (1, 128), generator=generator).to(_device(model))

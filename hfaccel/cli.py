@@ -18,7 +18,9 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 MODEL_HELP = "A folder, a hub id, a .gguf file, or 'demo' (SmolLM2-135M-Instruct)."
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
-Recipe = Annotated[str, typer.Option(help="What to do, e.g. int4, int8+kv8; `hfaccel recipes` lists the steps.")]
+Recipe = Annotated[
+    str, typer.Option(help="What to do, e.g. int4, int8+kv8; `hfaccel recipes` lists the steps.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")]
 OffGrid = Annotated[bool, typer.Option(help="With 'demo': its twin whose weights lie on no rounding grid.")]
 
@@ -39,15 +41,17 @@ def _main() -> None:
 @app.command()
 def demo(
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the chart goes.")] = Path("demo.png"),
-    windows: Annotated[int, typer.Option(help="Perplexity windows of 1,024 tokens a row (the protocol's 40).")] = 4,
+    windows: Annotated[
+        int, typer.Option(help="Perplexity windows of 1,024 tokens a row (the protocol's 40).")
+    ] = 4,
     recipes: Annotated[str, typer.Option(help="Rows, separated by commas.")] = "fp32,bf16,int8,int4",
     off_grid: OffGrid = True,
     as_json: AsJson = False,
 ) -> None:
     """Patch a real model as int8 and int4, generate, and print one measured table and a chart.
 
-    Each row is measured in a process of its own, in this run. Quality is taken on the off-grid twin: the demo model's
-    own weights come from a 4-bit file, and a method that finds their grid looks lossless.
+    Each row is measured in a process of its own, in this run. Quality is taken on the off-grid twin: the
+    demo model's own weights come from a 4-bit file, and a method that finds their grid looks lossless.
     """
     from hfaccel.demo import demo_folder
     from hfaccel.measure.chart import bars
@@ -61,7 +65,8 @@ def demo(
     if as_json:
         return print(json.dumps(rows, indent=1))
     print(
-        f"SmolLM2-135M-Instruct{', off-grid twin' if off_grid else ''}, {rows[0]['threads']} threads, batch 1, "
+        f"SmolLM2-135M-Instruct{', off-grid twin' if off_grid else ''}, {rows[0]['threads']} threads, "
+        "batch 1, "
         f"128 tokens in, 64 out; perplexity over {windows} windows of wikitext2_test (the protocol has 40)"
     )
     columns = {
@@ -112,7 +117,9 @@ def patch(
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Argument(help="What to continue; with --chat, the user's message.")],
-    recipe: Annotated[str | None, typer.Option(help="Patch first; a folder that hfaccel saved is patched.")] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="Patch first; a folder that hfaccel saved is patched.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: int = 0,
@@ -177,9 +184,13 @@ def report(
 @app.command("eval")
 def evaluate(
     model: Model,
-    recipe: Annotated[str | None, typer.Option(help="Patch first; quality is then against the unpatched model.")] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="Patch first; quality is then against the unpatched model.")
+    ] = None,
     windows: Annotated[int, typer.Option(min=1, help="Windows of 1,024 tokens.")] = 40,
-    data: Annotated[str, typer.Option(help="wikitext2_test, wikitext2_valid, or a text file.")] = "wikitext2_test",
+    data: Annotated[
+        str, typer.Option(help="wikitext2_test, wikitext2_valid, or a text file.")
+    ] = "wikitext2_test",
     off_grid: OffGrid = True,
     as_json: AsJson = False,
 ) -> None:
@@ -201,18 +212,26 @@ def evaluate(
         return print(json.dumps({"model": model, "recipe": recipe, "data": data, **values}, indent=1))
     _print_table(
         [values],
-        {key: (key.replace("_", " "), lambda v: f"{v:.4f}" if isinstance(v, float) else str(v)) for key in values},
+        {
+            key: (key.replace("_", " "), lambda v: f"{v:.4f}" if isinstance(v, float) else str(v))
+            for key in values
+        },
     )
 
 
 @app.command()
 def bench(
-    model: Annotated[str, typer.Argument(help="A folder, 'demo', or 'random-1.17b' (a shape, random weights).")] = "demo",
+    model: Annotated[
+        str, typer.Argument(help="A folder, 'demo', or 'random-1.17b' (a shape, random weights).")
+    ] = "demo",
     recipe: Annotated[str, typer.Option(help="Ours, separated by commas; ratios are to the first.")] = "int4",
     against: Annotated[
-        str, typer.Option(help="hf, llama.cpp, openvino, vllm, torchao, each with :variant, separated by commas.")
+        str,
+        typer.Option(help="hf, llama.cpp, openvino, vllm, torchao, each with :variant, separated by commas."),
     ] = "hf",
-    peer_python: Annotated[list[str] | None, typer.Option(help="NAME=PATH of the python that has the peer.")] = None,
+    peer_python: Annotated[
+        list[str] | None, typer.Option(help="NAME=PATH of the python that has the peer.")
+    ] = None,
     prompt: Annotated[int, typer.Option(min=1, help="Prompt tokens.")] = 128,
     new: Annotated[int, typer.Option(min=2, help="New tokens.")] = 64,
     batch: Annotated[int, typer.Option(min=1)] = 1,
@@ -220,10 +239,14 @@ def bench(
     threads: Annotated[int, typer.Option(min=1)] = os.cpu_count() or 1,
     off_grid: Annotated[bool, typer.Option(help="With 'demo': the off-grid twin.")] = False,
     profile: Annotated[bool, typer.Option(help="Time of one decode step by op kind instead.")] = False,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder for bench.json and bench.png.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Folder for bench.json and bench.png.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time `generate` side by side with other tools in one run: same token counts, alternating order, median ratios."""
+    """Time `generate` side by side with other tools in one run: same token counts, alternating order, median
+    ratios.
+    """
     from hfaccel.measure import bench as benches
 
     ours = [name.strip() for name in recipe.split(",")]
@@ -252,15 +275,23 @@ def bench(
         (output / "bench.json").write_text(json.dumps(result, indent=1))
         shown = {"decode_tokens_s": "decode, tokens/s", "ttft_ms": "time to first token, ms"}
         drawn = [
-            {**row, "recipe": row["name"], "ttft_ms": row["ttft_s"] * 1e3} for row in result["rows"] if "ttft_s" in row
+            {**row, "recipe": row["name"], "ttft_ms": row["ttft_s"] * 1e3}
+            for row in result["rows"]
+            if "ttft_s" in row
         ]
-        bars(drawn, shown, f"{model}, batch {batch}, {prompt} in, {new} out, {result['cpu']}", output / "bench.png")
+        bars(
+            drawn,
+            shown,
+            f"{model}, batch {batch}, {prompt} in, {new} out, {result['cpu']}",
+            output / "bench.png",
+        )
     if as_json:
         return print(json.dumps(result, indent=1))
     low, high = min(result["read_bandwidth_gb_s"]), max(result["read_bandwidth_gb_s"])
     print(
         f"{model}, batch {batch}, {prompt} tokens in, {new} out, {threads} threads, {result['cpu']}; "
-        f"read bandwidth {low:.1f} to {high:.1f} GB/s in this run; ratios: {result['rows'][0]['name']} over the row"
+        f"read bandwidth {low:.1f} to {high:.1f} GB/s in this run; ratios: {result['rows'][0]['name']} "
+        "over the row"
     )
     _print_table(
         result["rows"],
@@ -302,7 +333,9 @@ def _print_table(rows: list[dict[str, Any]], columns: dict[str, tuple[str, Any]]
         number = all(isinstance(row.get(key, 0), int | float) for row in rows)
         table.add_column(heading, justify="right" if number else "left")
     for row in rows:
-        table.add_row(*(form(row[key]) if row.get(key) is not None else "-" for key, (_, form) in kept.items()))
+        table.add_row(
+            *(form(row[key]) if row.get(key) is not None else "-" for key, (_, form) in kept.items())
+        )
     wide = None if sys.stdout.isatty() else 160
     Console(width=wide, highlight=False).print(table)
 

@@ -23,7 +23,9 @@ def examine() -> list[dict[str, str]]:
     rows += [*_kernels(), *_caches(), *_devices()]
     for package, gives in {"peft": "LoRA adapters", "matplotlib": "charts", "fastapi": "the server"}.items():
         found = find_spec(package) is not None
-        rows.append(_row(package, gives if found else f"not installed: no {gives}", "ok" if found else "absent"))
+        rows.append(
+            _row(package, gives if found else f"not installed: no {gives}", "ok" if found else "absent")
+        )
     return rows
 
 
@@ -43,7 +45,10 @@ def _caches() -> list[dict[str, str]]:
     from hfaccel.demo import cache_dir
 
     out = []
-    for name, place in {"cache": cache_dir(), "spill": os.environ.get("HFACCEL_SPILL_DIR") or tempfile.gettempdir()}.items():
+    for name, place in {
+        "cache": cache_dir(),
+        "spill": os.environ.get("HFACCEL_SPILL_DIR") or tempfile.gettempdir(),
+    }.items():
         home = place
         while not os.path.isdir(home):
             home = os.path.dirname(home) or "/"

@@ -1,8 +1,9 @@
 """What `patch` replaced, and where the replaced bits can be read again.
 
-A tensor is journaled before it is freed: as a reference into the checkpoint the model was loaded from, if the bits
-there are those in memory, else in a safetensors file of its own under a spill folder. The original module and
-parameter objects are kept, emptied (`param.data` of zero elements), so that undoing gives back the same objects.
+A tensor is journaled before it is freed: as a reference into the checkpoint the model was loaded from, if
+the bits there are those in memory, else in a safetensors file of its own under a spill folder. The original
+module and parameter objects are kept, emptied (`param.data` of zero elements), so that undoing gives back
+the same objects.
 A journal belongs to one process: a copied or pickled model carries none. It holds no reference to the model.
 """
 
@@ -47,7 +48,9 @@ def _signature(file: str) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class TensorRef:
-    """Bits on disk: one tensor of a safetensors file, with the hash and the file's state when they were journaled."""
+    """Bits on disk: one tensor of a safetensors file, with the hash and the file's state when they were
+    journaled.
+    """
 
     file: str
     key: str
@@ -83,7 +86,9 @@ class Held:
 
 
 class Checkpoint:
-    """The safetensors files a model came from, by tensor name; empty when it came from nowhere on this disk."""
+    """The safetensors files a model came from, by tensor name; empty when it came from nowhere on this
+    disk.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.prefix = getattr(model, "base_model_prefix", "")
@@ -158,7 +163,8 @@ class Journal:
         self._spill: Path | None = None
         self._written = 0
 
-    # Recording -----------------------------------------------------------------------------------------------
+    # Recording
+    # -----------------------------------------------------------------------------------------------
 
     def check_space(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Refuse, before anything changes, what the spill folder has no room for."""
@@ -197,7 +203,9 @@ class Journal:
         self.undos.append(undo)
 
     def keep_files_of(self, folder: Path) -> None:
-        """Copy the originals that lie in `folder` into the spill folder: the files there are about to be replaced."""
+        """Copy the originals that lie in `folder` into the spill folder: the files there are about to be
+        replaced.
+        """
         folder = Path(os.path.realpath(folder))
         for parameter, (ref, new) in list(self.saved.items()):
             if isinstance(ref, TensorRef) and folder in Path(os.path.realpath(ref.file)).parents:
@@ -229,10 +237,13 @@ class Journal:
             raise PatchError(f"{name}: {error}. {_no_room(need, free)}") from error
         return TensorRef(str(file), name, digest(plain), _signature(str(file)))
 
-    # Undoing -------------------------------------------------------------------------------------------------
+    # Undoing
+    # -------------------------------------------------------------------------------------------------
 
     def restore(self, model: nn.Module) -> None:
-        """Put every module and tensor back. Raises: PatchError, and nothing has changed, if the bits are not to be had."""
+        """Put every module and tensor back. Raises: PatchError, and nothing has changed, if the bits are not
+        to be had.
+        """
         self._require_kept()
         # Clones: the file may be a spill file that goes away, or be rewritten under the map.
         bits = {
@@ -321,7 +332,8 @@ def spill_root() -> Path:
 
 def _no_room(need: int, free: int) -> str:
     return (
-        f"keeping the originals needs {need:,} bytes under {spill_root()}, {free:,} are free: set HFACCEL_SPILL_DIR to "
+        f"keeping the originals needs {need:,} bytes under {spill_root()}, {free:,} are free: set "
+        "HFACCEL_SPILL_DIR to "
         f"a larger disk or pass keep_original=False"
     )
 

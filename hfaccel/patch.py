@@ -1,4 +1,6 @@
-"""`patch`, `unpatch`, `original`, `report`: check everything, order by stage, apply, record - and take it back."""
+"""`patch`, `unpatch`, `original`, `report`: check everything, order by stage, apply, record - and take it
+back.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ log = logging.getLogger("hfaccel")
 class State:
     """What a patched model carries as `model._hfaccel`.
 
-    `journal` is None on a deep or pickled copy and on a model loaded from a patched folder: their originals are not
-    theirs to give back. `bytes_before` is None there.
+    `journal` is None on a deep or pickled copy and on a model loaded from a patched folder: their originals
+    are not theirs to give back. `bytes_before` is None there.
     """
 
     config: PatchConfig
@@ -73,18 +75,20 @@ def patch(
     """Make `model` smaller and faster in place.
 
     Args:
-        model: a transformers model, a PeftModel around one, or a pipeline. Class name, `generate` signature and the
-            dtype of what is not quantized stay.
-        config: a recipe string ("int4", "int8+kv8", ...: `hfaccel recipes`), one transform, a list of them, a dict as
+        model: a transformers model, a PeftModel around one, or a pipeline. Class name, `generate` signature
+            and the dtype of what is not quantized stay.
+        config: a recipe string ("int4", "int8+kv8", ...: `hfaccel recipes`), one transform, a list of them,
+            a dict as
             config.json stores it, or None: the choice measured on this device (`auto`).
         calibration: texts, token tensors or a DataLoader, for the methods that need data.
         tokenizer: for calibration given as texts.
-        keep_original: allow `unpatch` and `original`. Originals are read again from the checkpoint the model was
-            loaded from where its bits are those in memory, else spilled to HFACCEL_SPILL_DIR; never kept in RAM.
+        keep_original: allow `unpatch` and `original`. Originals are read again from the checkpoint the model
+            was loaded from where its bits are those in memory, else spilled to HFACCEL_SPILL_DIR; never kept
+            in RAM.
         progress: a bar on a terminal.
     Returns: the same object.
-    Raises: PatchError (a ValueError) before anything changes, naming what was wrong and the known choices. A failure
-        in the middle, also an interrupt, leaves the model as it was.
+    Raises: PatchError (a ValueError) before anything changes, naming what was wrong and the known choices. A
+        failure in the middle, also an interrupt, leaves the model as it was.
     """
     target = inner_model(model)
     state: State | None = getattr(target, "_hfaccel", None)
@@ -92,7 +96,8 @@ def patch(
         if config is None or PatchConfig.of(config) == state.config:
             return model
         raise AlreadyPatched(
-            f"the model is patched with {state.config.describe()!r} already; call hfaccel.unpatch(model) first"
+            f"the model is patched with {state.config.describe()!r} already; call hfaccel.unpatch(model) "
+            "first"
         )
     check_materialized(target)
     compat.retie_offloaded(target)
@@ -122,8 +127,8 @@ def patch(
 def unpatch(model: Any) -> Any:
     """Give back the original modules, weights (bit for bit), config and class. Returns: the same object.
 
-    Raises: PatchError if the model is not patched, or its originals are not to be had (a copy, a model loaded from a
-        patched folder, keep_original=False, a checkpoint that changed since).
+    Raises: PatchError if the model is not patched, or its originals are not to be had (a copy, a model
+        loaded from a patched folder, keep_original=False, a checkpoint that changed since).
     """
     target = inner_model(model)
     state = require_state(target)
@@ -137,7 +142,8 @@ def unpatch(model: Any) -> Any:
 
 @contextmanager
 def original(model: Any) -> Iterator[Any]:
-    """The unpatched behaviour inside the block: original modules over memory-mapped weights, transformers' `generate`.
+    """The unpatched behaviour inside the block: original modules over memory-mapped weights, transformers'
+    `generate`.
 
     Takes the model's lock, and refuses while another thread generates; one that starts to meanwhile waits.
     """
@@ -162,7 +168,9 @@ def original(model: Any) -> Iterator[Any]:
 
 @contextmanager
 def _alone(model: nn.Module, state: State, what: str) -> Iterator[None]:
-    """The model for this thread alone. Raises: PatchError while it generates, or is lent, or has merged adapters."""
+    """The model for this thread alone. Raises: PatchError while it generates, or is lent, or has merged
+    adapters.
+    """
     from hfaccel.generate import mixin
 
     if not state.lock.acquire(blocking=False):
@@ -172,7 +180,8 @@ def _alone(model: nn.Module, state: State, what: str) -> Iterator[None]:
             raise PatchError(f"{what}: inside original(model); leave that block first")
         if merged := compat.merged_adapters(model):
             raise PatchError(
-                f"{what}: an adapter is merged into {merged[0]}; call unmerge_adapter() first, or merge_and_unload()"
+                f"{what}: an adapter is merged into {merged[0]}; call unmerge_adapter() first, or "
+                "merge_and_unload()"
             )
         with mixin.alone(model, what):
             yield
@@ -186,7 +195,8 @@ def report(model: Any) -> Report:
     return build_report(target, require_state(target))
 
 
-# What patch works on -------------------------------------------------------------------------------------------
+# What patch works on
+# -------------------------------------------------------------------------------------------
 
 
 def inner_model(model: Any) -> nn.Module:
@@ -202,7 +212,8 @@ def inner_model(model: Any) -> nn.Module:
             break
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise PatchError(
-            f"{type(model).__name__} is not a transformers model, a PeftModel or a pipeline (it has no config)"
+            f"{type(model).__name__} is not a transformers model, a PeftModel or a pipeline (it has no "
+            "config)"
         )
     return model
 
@@ -221,7 +232,8 @@ def require_journal(state: State) -> Journal:
     return state.journal
 
 
-# Applying ------------------------------------------------------------------------------------------------------
+# Applying
+# ------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -281,13 +293,16 @@ def install_runtime(
 
 def refuse_resize(*args: Any, **kwargs: Any) -> None:
     raise PatchError(
-        "resize_token_embeddings: the embedding or the head is quantized; call hfaccel.unpatch(model), resize, and "
+        "resize_token_embeddings: the embedding or the head is quantized; call hfaccel.unpatch(model), "
+        "resize, and "
         "patch again"
     )
 
 
 def _places(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Where each module hangs: by identity, every parent and attribute, wrappers around the model included."""
+    """Where each module hangs: by identity, every parent and attribute, wrappers around the model
+    included.
+    """
     out: dict[int, list[tuple[nn.Module, str]]] = {}
     for parent in root.modules():
         for key, child in parent._modules.items():

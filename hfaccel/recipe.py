@@ -2,8 +2,8 @@
 
     recipe = step ("+" step)*          step = name[bits] ("-" option)*
 
-`PatchConfig` is the ordered, validated list of transforms behind all three. `runtime` is the empty list: nothing is
-changed but the way `generate` runs.
+`PatchConfig` is the ordered, validated list of transforms behind all three. `runtime` is the empty list:
+nothing is changed but the way `generate` runs.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class PatchConfig:
         return cls(tuple(_parse_step(step.strip()) for step in recipe.split("+")))
 
     def to_recipe(self) -> str:
-        """The recipe string; parsing it gives an equal config. Raises: PatchError if targets or ignore are set."""
+        """The recipe string; parsing it gives an equal config. Raises: PatchError if targets or ignore are
+        set.
+        """
         for transform in self.transforms:
             if transform.targets is not None or transform.ignore is not None:
                 raise PatchError(

@@ -1,4 +1,6 @@
-"""Which modules a config changes: every site of every transform, found and checked before anything changes."""
+"""Which modules a config changes: every site of every transform, found and checked before anything
+changes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def check_materialized(model: nn.Module) -> None:
         for key, tensor in module._parameters.items():
             if tensor is not None and tensor.is_meta:
                 raise PatchError(
-                    f"{name + '.' if name else ''}{key} is on the meta device and has no data; load the weights first"
+                    f"{name + '.' if name else ''}{key} is on the meta device and has no data; load the "
+                    "weights first"
                 )
 
 
@@ -57,7 +60,8 @@ class Plan:
             for site in sites if transform.rounds else ():
                 if id(site.module) in owner:
                     raise PatchError(
-                        f"{site.name}: rounded by both {owner[id(site.module)].step()!r} and {transform.step()!r}; "
+                        f"{site.name}: rounded by both {owner[id(site.module)].step()!r} and "
+                        f"{transform.step()!r}; "
                         f"narrow their targets so that each weight is rounded once"
                     )
                 owner[id(site.module)] = transform
@@ -118,14 +122,19 @@ class _Finder:
             parent, _, attribute = name.removesuffix(".base_layer").rpartition(".")
             if not why and not is_fused_experts(module):
                 if compat.casts_to_weight(self.model.get_submodule(parent), attribute):
-                    why = f"{type(self.model.get_submodule(parent)).__name__} casts its input to the weight's dtype"
+                    why = (
+                        f"{type(self.model.get_submodule(parent)).__name__} casts its input to the "
+                        "weight's dtype"
+                    )
             if not why:
                 return ""
             self.skipped[name] = why
         return self.skipped[name]
 
     def owner_name(self, name: str) -> str:
-        """Name of the module that a matrix's name leads to: itself, or the fused experts that hold it in 3-D."""
+        """Name of the module that a matrix's name leads to: itself, or the fused experts that hold it in
+        3-D.
+        """
         try:
             self.model.get_submodule(name)
             return name

@@ -1,7 +1,8 @@
-"""The one abstraction: a transform says what it wants to change, checks that it can, and changes one site at a time.
+"""The one abstraction: a transform says what it wants to change, checks that it can, and changes one site at
+a time.
 
-The driver (`patch.py`) walks the model, matches targets, feeds observers, swaps modules, records and undoes; a
-transform never touches the model outside of the site it is given.
+The driver (`patch.py`) walks the model, matches targets, feeds observers, swaps modules, records and undoes;
+a transform never touches the model outside of the site it is given.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Transform:
 
     Attributes:
         targets: patterns (see `match.py`) of the sites to change; None means the method's own default.
-        ignore: patterns to leave alone, added to the built-in ones; `()` with explicit targets overrides those.
+        ignore: patterns to leave alone, added to the built-in ones; `()` with explicit targets overrides
+            those.
     """
 
     name: ClassVar[str]
@@ -93,7 +95,8 @@ class Transform:
         """Resolve a default while the object is being made."""
         object.__setattr__(self, key, value)
 
-    # What the driver asks ------------------------------------------------------------------------------------
+    # What the driver asks
+    # ------------------------------------------------------------------------------------
 
     def default_targets(self, anatomy: Anatomy) -> tuple[str, ...]:
         """Names of the sites when the user gives no targets."""
@@ -117,11 +120,14 @@ class Transform:
     def finish(self, model: nn.Module) -> None:
         """Last, once: config fields, attention choice, class mixin."""
 
-    # Text forms ----------------------------------------------------------------------------------------------
+    # Text forms
+    # ----------------------------------------------------------------------------------------------
 
     @classmethod
     def parse(cls, rest: str, options: list[str]) -> Transform:
-        """The transform of a recipe step, `rest` being what follows the method's name, `options` the `-` parts."""
+        """The transform of a recipe step, `rest` being what follows the method's name, `options` the `-`
+        parts.
+        """
         raise NotImplementedError
 
     def step(self) -> str:

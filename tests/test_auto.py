@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from tiny import ids, tiny
 
 import hfaccel
 from hfaccel import auto
 from hfaccel.recipe import PatchConfig
+from tiny import ids, tiny
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 import torch
-from test_readme import _tokenizer
-from tiny import tiny
 from typer.testing import CliRunner
 
 import hfaccel
 from hfaccel.cli import app
+from test_readme import _tokenizer
+from tiny import tiny
 
 
 def run(*args: str):
@@ -55,7 +55,17 @@ def test_report_of_a_saved_folder_as_json(folder, tmp_path):
 
 
 def test_generate_streams_text_and_repeats_with_a_seed(folder):
-    args = ("generate", str(folder), "The three laws", "--max-new-tokens", "5", "--temperature", "1", "--seed", "3")
+    args = (
+        "generate",
+        str(folder),
+        "The three laws",
+        "--max-new-tokens",
+        "5",
+        "--temperature",
+        "1",
+        "--seed",
+        "3",
+    )
     first = run(*args)
     assert first.exit_code == 0 and len(first.stdout.split()) >= 1
     assert run(*args).stdout == first.stdout

@@ -91,7 +91,8 @@ def test_every_family(family, recipe):
     assert type(model).__name__ == before.cls.__name__ and isinstance(model, before.cls)
     found = logits(model)
     wanted = logits(oracle(dense, model))
-    # Equal but for activations in the middle between two codes; experts round their inputs beside that (1 to 2 %).
+    # Equal but for activations in the middle between two codes; experts round their inputs beside that (1 to
+    # 2 %).
     assert difference(found, wanted) < (0.04 if family in EXPERTS else 3e-3)
     assert difference(found, before.logits) > 1e-3  # something was rounded
     packed = [module for module in model.modules() if is_packed(module)]
@@ -830,7 +831,8 @@ def test_generate_of_another_thread_waits_for_original():
     assert torch.equal(out[0], wanted)
 
 
-# Wrappers, copies, offload -------------------------------------------------------------------------------------
+# Wrappers, copies, offload
+# -------------------------------------------------------------------------------------
 
 
 def test_a_pipeline_is_taken_as_its_model():

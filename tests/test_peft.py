@@ -1,4 +1,5 @@
-"""PEFT over packed weights: training, mixed batches, merging that rounds, and adapters that were there before."""
+"""PEFT over packed weights: training, mixed batches, merging that rounds, and adapters that were there "
+"before."""
 
 import copy
 import subprocess
@@ -258,7 +259,7 @@ def test_a_merge_that_unties_is_saved_as_untied(tmp_path):
     merged = adapted(patched, target_modules=["embed_tokens"]).merge_and_unload()
     wanted = logits(merged)
     merged.save_pretrained(tmp_path)
-    loaded = hfaccel.from_pretrained(tmp_path)
+    loaded = hfaccel.from_pretrained(tmp_path, attn_implementation="eager")
     assert not loaded.config.tie_word_embeddings and torch.equal(logits(loaded), wanted)
 
 
@@ -311,7 +312,7 @@ def test_unpatched_models_get_the_layers_of_peft():
     torch.testing.assert_close(logits(model), apart, rtol=1e-4, atol=1e-4)
 
 
-# Adapters that were there before, patches that come and go ------------------------------------------------------
+# Adapters that were there before, patches that come and go --------------------------------------------------
 
 
 def dense_with_rounded_base(model, patched):
@@ -451,7 +452,7 @@ def test_copies_of_an_adapted_model():
     assert torch.equal(logits(copied), logits(model))
 
 
-# Import ---------------------------------------------------------------------------------------------------------
+# Import -----------------------------------------------------------------------------------------------------
 
 SCRIPT = """
 import sys

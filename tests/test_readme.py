@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny
 
 import hfaccel
+from tiny import tiny
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -49,7 +49,9 @@ def test_the_table_of_steps_is_what_the_command_knows():
     from hfaccel.recipe import PatchConfig, known_steps
 
     named = {
-        step for row in re.findall(r"^\| (`.*?) \|", README, re.M) for step in re.findall(r"`([a-z]+\d*)`", row)
+        step
+        for row in re.findall(r"^\| (`.*?) \|", README, re.M)
+        for step in re.findall(r"`([a-z]+\d*)`", row)
     }
     assert set(known_steps()) | {"auto"} == named
     for step in sorted(named - {"auto"}):
@@ -82,7 +84,9 @@ def _tokenizer(vocab: int):
     from transformers import PreTrainedTokenizerFast
 
     words = "The three laws of motion are".split()
-    table = {word: i for i, word in enumerate([*words, "[UNK]", *(f"w{i}" for i in range(vocab - len(words) - 1))])}
+    table = {
+        word: i for i, word in enumerate([*words, "[UNK]", *(f"w{i}" for i in range(vocab - len(words) - 1))])
+    }
     backend = Tokenizer(WordLevel(table, unk_token="[UNK]"))
     backend.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")

@@ -1,4 +1,6 @@
-"""Recipes: printing then parsing is the identity, what is unknown lists what is known, every form means the same."""
+"""Recipes: printing then parsing is the identity, what is unknown lists what is known, every form means the
+same.
+"""
 
 import json
 

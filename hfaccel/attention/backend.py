@@ -46,7 +46,7 @@ class Step:
     lengths: torch.Tensor
     slots: torch.Tensor | slice
     page_tokens: int
-    rows: list[tuple[int, int, int, bool]] | None = None
+    rows: list[tuple[int, int, int, int]] | None = None
     windows: list[int | None] = field(default_factory=list)  # of the attention calls
     masks: set[int | None | str] = field(default_factory=set)  # of the masks asked for
     # (key states, pages) of the last write by a model that does not pass its kwargs to the cache

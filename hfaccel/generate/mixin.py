@@ -85,7 +85,8 @@ class Runtime:
 
 @contextmanager
 def alone(model: nn.Module, what: str):
-    """No other thread generates meanwhile: one that starts to waits. Generation by this thread is transformers' own.
+    """No other thread generates meanwhile: one that starts to waits. Generation by this thread is
+    transformers' own.
 
     Raises: PatchError if a `generate` is under way.
     """

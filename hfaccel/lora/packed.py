@@ -1,12 +1,13 @@
 """PEFT's LoRA layers over packed weights: the forward is PEFT's own, merging rounds.
 
-    merge      codes' = round(dequantize(codes) + sum of the deltas) on the layout of the codes, round to nearest;
-               the error of a weight is at most half a step of its new group
+    merge      codes' = round(dequantize(codes) + sum of the deltas) on the layout of the codes, round to
+               nearest; the error of a weight is at most half a step of its new group
     unmerge    the former codes, bit for bit
 
-All adapters merged at a time are rounded once, from the codes as they were before the first of them. Tensors are
-replaced, never written to: a tied embedding, a copy of the model and the originals that `unpatch` gives back do not
-see a merge. Adapters that read the float weight below them (DoRA, PiSSA, ...) are refused by name.
+All adapters merged at a time are rounded once, from the codes as they were before the first of them. Tensors
+are
+replaced, never written to: a tied embedding, a copy of the model and the originals that `unpatch` gives back
+do not see a merge. Adapters that read the float weight below them (DoRA, PiSSA, ...) are refused by name.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class _Merging:
             return
         if special := [name for name in names if name in self.lora_variant]:
             raise PatchError(
-                f"adapter {special[0]!r} is a {type(self.lora_variant[special[0]]).__name__}: it cannot be merged into codes"
+                f"adapter {special[0]!r} is a {type(self.lora_variant[special[0]]).__name__}: it cannot "
+                "be merged into codes"
             )
         base = self.get_base_layer()
         before = self._before or base.stored
@@ -116,7 +118,8 @@ def dispatch(
     base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
     if parameter_name is not None or not isinstance(base, QuantLinear | QuantEmbedding):
         raise PatchError(
-            f"LoRA on the packed parameter {parameter_name or 'of ' + type(base).__name__!r}: fused experts can have "
+            f"LoRA on the packed parameter {parameter_name or 'of ' + type(base).__name__!r}: fused "
+            "experts can have "
             f"adapters only where they are not quantized; patch with ignore=('**.experts.**',)"
         )
     refuse(config)
@@ -156,7 +159,8 @@ def check(name: str, wrapper: nn.Module) -> None:
     for adapter, variant in wrapper.lora_variant.items():
         if type(variant).__name__ in _WEIGHT_READERS:
             raise PatchError(
-                f"{name}: adapter {adapter!r} is a {type(variant).__name__}, which needs the float weight below it"
+                f"{name}: adapter {adapter!r} is a {type(variant).__name__}, which needs the float weight "
+                "below it"
             )
 
 

@@ -1,8 +1,8 @@
 """Side by side in one run: our recipes against other tools, each in a process of its own, one at a time.
 
-Every round runs every contender once, in alternating order; a ratio is the median over rounds of the ratios within a
-round, so that a machine that speeds up or slows down between rounds does not decide. The read bandwidth is measured
-in every round as well; achieved GB/s counts the weight bytes that a token must read.
+Every round runs every contender once, in alternating order; a ratio is the median over rounds of the ratios
+within a round, so that a machine that speeds up or slows down between rounds does not decide. The read
+bandwidth is measured in every round as well; achieved GB/s counts the weight bytes that a token must read.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from hfaccel.demo import cache_dir
-from hfaccel.errors import PatchError, UnknownName
+from hfaccel.errors import UnknownName
 from hfaccel.measure import artifacts
 from hfaccel.measure.corpus import text
 from hfaccel.measure.speed import prompt_ids
@@ -93,7 +94,9 @@ def bench(
     off_grid: bool = False,
     say: Any = lambda message: None,
 ) -> dict[str, Any]:
-    """Run all contenders and return one JSON-ready dict: settings, bandwidth, rows, ratios to the first recipe."""
+    """Run all contenders and return one JSON-ready dict: settings, bandwidth, rows, ratios to the first
+    recipe.
+    """
     from transformers import AutoTokenizer
 
     peers = [parse_peer(name) for name in against]
@@ -173,7 +176,10 @@ def _summary(rows: list[Contender], batch: int, new_tokens: int, bandwidth: floa
             out.append({**entry, "error": row.error or "no samples"})
             continue
         rates = decode_rates(row, batch, new_tokens)
-        entry |= {"ttft_s": statistics.median(s[0] for s in row.samples), "decode_tokens_s": statistics.median(rates)}
+        entry |= {
+            "ttft_s": statistics.median(s[0] for s in row.samples),
+            "decode_tokens_s": statistics.median(rates),
+        }
         if bytes_read := row.info.get("bytes_per_token"):
             entry["gb_s"] = bytes_read * entry["decode_tokens_s"] / batch / 1e9
             entry["bandwidth_share"] = entry["gb_s"] / bandwidth
@@ -202,10 +208,18 @@ def bytes_per_token(model: nn.Module) -> int:
 
 
 def read_bandwidth(threads: int, megabytes: int = 512) -> float:
-    """GB/s that `threads` threads read from memory, best of three passes over a fresh buffer."""
-    from hfaccel_kernels import native
-
-    return native.read_bandwidth(threads, megabytes << 20)
+    """GB/s that `threads` threads read from memory: torch's sum of a buffer no cache holds, best of four."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        buffer, best = torch.ones(megabytes << 18), 0.0
+        for _ in range(4):
+            start = time.perf_counter()
+            buffer.sum()
+            best = max(best, buffer.nbytes / (time.perf_counter() - start) / 1e9)
+    finally:
+        torch.set_num_threads(before)
+    return best
 
 
 def cpu_name() -> str:

@@ -1,4 +1,6 @@
-"""The output head, often the largest matrix: INT8 per row beside any weight recipe, one tensor for both ends if tied."""
+"""The output head, often the largest matrix: INT8 per row beside any weight recipe, one tensor for both ends
+if tied.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from hfaccel.transform import Transform
 
 @dataclass(frozen=True, kw_only=True)
 class Head(Rounding):
-    """Precision of the output head and, where tied to it, of the token embedding. bits: 16 (untouched), 8 or 4."""
+    """Precision of the output head and, where tied to it, of the token embedding. bits: 16 (untouched), 8 or
+    4.
+    """
 
     name: ClassVar[str] = "head"
     steps: ClassVar[tuple[tuple[str, str], ...]] = (

@@ -1,8 +1,9 @@
 """Packed modules: `QuantLinear`, `QuantEmbedding`, `QuantExperts`.
 
 Their `weight` is the kernel's own layout (`hfaccel_kernels.layouts`) and what files hold; beside it lie
-`weight_scale` and, for asymmetric grids, `weight_zero`. Codes never require grad. Scales are buffers that follow a
-module's device but not its dtype: `model.to(torch.bfloat16)` changes what is not quantized and nothing else.
+`weight_scale` and, for asymmetric grids, `weight_zero`. Codes never require grad. Scales are buffers that
+follow a module's device but not its dtype: `model.to(torch.bfloat16)` changes what is not quantized and
+nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from hfaccel_kernels.layouts import (
 )
 from hfaccel_kernels.qlinear import qlinear
 
-# (weight fp32 [rows, K], layout) -> codes uint8 [rows, K], scales fp32 [rows, G], zeros uint8 [rows, G] or None
+# (weight fp32 [rows, K], layout) -> codes uint8 [rows, K], scales fp32 [rows, G], zeros uint8 [rows, G] or
+# None
 Round = Callable[[Tensor, Layout], tuple[Tensor, Tensor, Tensor | None]]
 
 _CHUNK_ELEMENTS = 1 << 22  # rows are rounded in pieces of this many elements, so that fp32 copies stay small
@@ -34,7 +36,8 @@ _CHUNK_ELEMENTS = 1 << 22  # rows are rounded in pieces of this many elements, s
 class _Packed:
     """What the packed modules share: storage under the names `weight`, `weight_scale`, `weight_zero`.
 
-    `weights_version` counts the edits of the codes; whoever keeps results of them (a plan, cached pages) compares it.
+    `weights_version` counts the edits of the codes; whoever keeps results of them (a plan, cached pages)
+    compares it.
     """
 
     layout: Layout
@@ -101,8 +104,9 @@ class QuantLinear(_PackedMatrix, nn.Linear):
     Args:
         packed: tensors of `layout.shapes(out_features, in_features)`.
         bias: [out_features] or None, kept as it is.
-    Forward: x [..., in_features], any float dtype -> [..., out_features] of the same dtype. On CPUs activations are
-        quantized to int8 per token and chunk on the fly (`layouts.quantize_activations`); on GPUs they are not.
+    Forward: x [..., in_features], any float dtype -> [..., out_features] of the same dtype. On CPUs
+        activations are quantized to int8 per token and chunk on the fly (`layouts.quantize_activations`); on
+        GPUs they are not.
     """
 
     def __init__(
@@ -297,7 +301,9 @@ def is_packed(module: nn.Module) -> bool:
 
 
 def is_fused_experts(module: nn.Module) -> bool:
-    """Experts as transformers' `use_experts_implementation` describes them: gate and up in one 3-D parameter."""
+    """Experts as transformers' `use_experts_implementation` describes them: gate and up in one 3-D
+    parameter.
+    """
     return (
         all(
             isinstance(p := module._parameters.get(name), nn.Parameter)
@@ -320,7 +326,8 @@ def is_conv1d(module: nn.Module) -> bool:
 def unpackable(module: nn.Module) -> str:
     """Why a module has no packed form; "" if it has one.
 
-    A subclass with a forward of its own is tried: it must do what a linear or an embedding (times a multiplier) does.
+    A subclass with a forward of its own is tried: it must do what a linear or an embedding (times a
+        multiplier) does.
     """
     kind = type(module).__name__
     if is_packed(module):
@@ -465,7 +472,8 @@ _HOOKS = (
 
 
 def _like(original: nn.Module, module: nn.Module) -> nn.Module:
-    # The same dicts: a handle that was given out before removes its hook from both, and unpatch keeps later hooks.
+    # The same dicts: a handle that was given out before removes its hook from both, and unpatch keeps later
+    # hooks.
     for name in _HOOKS:
         setattr(module, name, getattr(original, name))
     return module.train(original.training)

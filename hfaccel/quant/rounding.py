@@ -1,4 +1,6 @@
-"""What every method that chooses codes shares: bits, group, grid, and the swap of a module for its packed form."""
+"""What every method that chooses codes shares: bits, group, grid, and the swap of a module for its packed
+form.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from hfaccel.quant.linear import Round, pack_module, unpackable
 from hfaccel.transform import Site, Stage, Transform, Unit
 from hfaccel_kernels.layouts import Layout
 
-# Roles whose activations are worth 16 bits: on the demo model INT8 activations there cost 0.29 % of perplexity, in all
-# other linears together 0.09 %. An embedding tied to the head shares the head's layout.
+# Roles whose activations are worth 16 bits: on the demo model INT8 activations there cost 0.29 % of
+# perplexity, in all other linears together 0.09 %. An embedding tied to the head shares the head's layout.
 _WIDE_INPUTS = ("q", "k", "v", "qkv", "head", "tok")
 
 
@@ -53,7 +55,8 @@ class Rounding(Transform):
             )
         if type(self.group) is not int or not (self.group == -1 or self.group > 0):
             raise PatchError(
-                f"{type(self).__name__}: group={self.group!r}; a positive number of input elements, or -1 for a row"
+                f"{type(self).__name__}: group={self.group!r}; a positive number of input elements, or -1 "
+                "for a row"
             )
         if self.group > 1 << 20:
             raise PatchError(f"{type(self).__name__}: group={self.group} is out of range (at most {1 << 20})")
@@ -69,7 +72,9 @@ class Rounding(Transform):
         return tuple(name for name in default_sites(anatomy) if name != anatomy.head)
 
     def round(self, weight: Tensor, layout: Layout, stats: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Codes uint8 [N, K], scales fp32 [N, G] already representable in the layout's dtype, zeros or None."""
+        """Codes uint8 [N, K], scales fp32 [N, G] already representable in the layout's dtype, zeros or
+        None.
+        """
         raise NotImplementedError
 
     def rounder(self, matrix: Tensor, stats: Any) -> Round:
@@ -83,13 +88,16 @@ class Rounding(Transform):
         except PatchError as error:
             raise PatchError(f"{site.name}: {error}") from None
 
-    # Recipe steps: name, bits, then -gN | -row | -asym | -sym and what the method adds --------------------------
+    # Recipe steps: name, bits, then -gN | -row | -asym | -sym and what the method adds
+    # --------------------------
 
     @classmethod
     def parse_bits(
         cls, rest: str, options: list[str], extra: tuple[str, ...] = ()
     ) -> tuple[dict[str, Any], list[str]]:
-        """Fields from the bits and the options every method knows; the options among `extra` are handed back."""
+        """Fields from the bits and the options every method knows; the options among `extra` are handed
+        back.
+        """
         if rest not in ("2", "3", "4", "8"):
             raise UnknownName(
                 f"recipe step {cls.name}{rest!s}: known are {', '.join(cls.name + b for b in '8432')}"
@@ -144,7 +152,8 @@ def is_matrix(module: nn.Module) -> bool:
 
 
 def group_scale(peak: Tensor, steps: int, layout: Layout) -> Tensor:
-    """peak / steps, in fp32 holding a value of the layout's scale dtype, rounded up so that the grid covers peak.
+    """peak / steps, in fp32 holding a value of the layout's scale dtype, rounded up so that the grid covers
+    peak.
 
     0 for a peak of 0, else no less than the smallest (fp16) or smallest normal (fp32) number.
     Raises: PatchError when a scale would overflow.
@@ -159,6 +168,7 @@ def group_scale(peak: Tensor, steps: int, layout: Layout) -> Tensor:
         scale = torch.where(peak > 0, scale.clamp_min(torch.finfo(torch.float32).tiny), scale)
     if not torch.isfinite(scale).all():
         raise PatchError(
-            f"weights of magnitude {peak.max():.3g} need an INT{layout.bits} scale beyond {layout.scale_dtype}'s range"
+            f"weights of magnitude {peak.max():.3g} need an INT{layout.bits} scale beyond "
+            f"{layout.scale_dtype}'s range"
         )
     return scale

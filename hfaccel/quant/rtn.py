@@ -5,7 +5,8 @@ Symmetric, b bits:   s = max|x| / (2^(b-1) - 1),  q = round(x / s)
 Asymmetric, b bits:  lo = min(x, 0), hi = max(x, 0),  s = (hi - lo) / (2^b - 1),  z = round(-lo / s),
     q = clamp(round(x / s) + z, 0, 2^b - 1),  x ~ s (q - z);  z is an integer, so 0 is exact.
 
-(Jacob et al. 2018, arXiv:1712.05877.) An fp16 scale is rounded up, so that the error stays within half a step.
+(Jacob et al. 2018, arXiv:1712.05877.) An fp16 scale is rounded up, so that the error stays within half a
+step.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How quantized weights lie in memory: the one format that module, file, C++ plan and Triton kernels share.
 
 A weight `[N, K]` (out, in) is cut into blocks of `ROWS` = 16 output rows. Inside a block, groups of `group`
-K-elements follow each other (the last may be short), and inside a group *steps* of `k_step` K-elements. A step
-interleaves 16 rows of 4 consecutive K-elements (a *quad*), so that one 64-byte line times one broadcast of four
-activations is one `vpdpbusd` (AVX-512 VNNI) for 16 outputs:
+K-elements follow each other (the last may be short), and inside a group *steps* of `k_step` K-elements. A
+step interleaves 16 rows of 4 consecutive K-elements (a *quad*), so that one 64-byte line times one broadcast
+of four activations is one `vpdpbusd` (AVX-512 VNNI) for 16 outputs:
 
     bits  k_step  bytes a step  where element (row r, k = 4*j + i inside the step) lies
     8     4       64            byte 16*0 + 4*r + i, the signed code in two's complement
@@ -13,8 +13,8 @@ activations is one `vpdpbusd` (AVX-512 VNNI) for 16 outputs:
                                 128 + 4*r + i, quad j in bit j (j = 0..7)
 
 Below 8 bits a code is unsigned, 0 .. 2^bits - 1. Asymmetric: w = scale * (code - zero), `zero` a uint8.
-Symmetric: the same with the constant zero 2^(bits-1); at 8 bits the stored code is already signed, w = scale * code
-(asymmetric 8 bits stores code - 128 and zero stays 0..255, so that w = scale * (stored + 128 - zero)).
+Symmetric: the same with the constant zero 2^(bits-1); at 8 bits the stored code is already signed, w = scale
+* code (asymmetric 8 bits stores code - 128 and zero stays 0..255, so that w = scale * (stored + 128 - zero)).
 A short group is padded to whole steps and a ragged last block to 16 rows; padding codes decode to zero when
 symmetric and are never read back by `unpack`.
 
@@ -23,11 +23,12 @@ symmetric and are never read back by `unpack`.
     weight_zero   uint8 [NB, G, 16] or None
 
 The arithmetic of a product belongs to the layout as well: activations are quantized per token in chunks
-(`chunks`), symmetric, one fp32 scale a chunk: `act_bits` 8 in chunks of 32 with scale max|x| / 127, or 16 in chunks of
-64 with scale max|x| / 16256 and the code split into two int8 planes, code = 128 * high + low, -64 <= low <= 63. Each
-chunk's int32 dot is exact and is added in fp32 in chunk order. Blocking over tokens, rows or threads cannot change a
-bit of it. 16 bits cost nothing where reading the weights is the limit and twice the products where it is not: they
-are for the few inputs with outliers (queries, keys, values and the head; see kernels/README.md for the figures).
+(`chunks`), symmetric, one fp32 scale a chunk: `act_bits` 8 in chunks of 32 with scale max|x| / 127, or 16 in
+chunks of 64 with scale max|x| / 16256 and the code split into two int8 planes, code = 128 * high + low, -64
+<= low <= 63. Each chunk's int32 dot is exact and is added in fp32 in chunk order. Blocking over tokens, rows
+or threads cannot change a bit of it. 16 bits cost nothing where reading the weights is the limit and twice
+the products where it is not: they are for the few inputs with outliers (queries, keys, values and the head;
+see kernels/README.md for the figures).
 """
 
 from __future__ import annotations
@@ -66,8 +67,15 @@ class Layout:
     def __post_init__(self) -> None:
         if self.bits not in _K_STEP:
             raise ValueError(f"bits={self.bits!r}: known are {sorted(_K_STEP)}")
-        if isinstance(self.group, bool) or not isinstance(self.group, int) or self.group == 0 or self.group < -1:
-            raise ValueError(f"group={self.group!r}: a positive number of input elements, or -1 for a whole row")
+        if (
+            isinstance(self.group, bool)
+            or not isinstance(self.group, int)
+            or self.group == 0
+            or self.group < -1
+        ):
+            raise ValueError(
+                f"group={self.group!r}: a positive number of input elements, or -1 for a whole row"
+            )
         if self.scale_dtype not in ("fp32", "fp16"):
             raise ValueError(f"scale_dtype={self.scale_dtype!r}: known are fp32, fp16")
         if self.act_bits not in ACT_CHUNK:
@@ -104,7 +112,9 @@ class Layout:
     def chunks(self, k: int) -> tuple[tuple[int, int], ...]:
         """(start, stop) of each activation chunk: groups cut into pieces of at most ACT_CHUNK[act_bits]."""
         size = ACT_CHUNK[self.act_bits]
-        return tuple((at, min(at + size, stop)) for start, stop in self.spans(k) for at in range(start, stop, size))
+        return tuple(
+            (at, min(at + size, stop)) for start, stop in self.spans(k) for at in range(start, stop, size)
+        )
 
     def block_bytes(self, k: int) -> int:
         return self.padded_k(k) // self.k_step * _STEP_BYTES[self.bits]
@@ -227,7 +237,9 @@ def dequantize(
 ) -> torch.Tensor:
     """The weight itself, fp32 [n, k]: scale * (code - zero)."""
     codes = unpack_codes(weight, layout, n, k)
-    return dequantize_codes(codes, unpack_rows(scale, n), None if zero is None else unpack_rows(zero, n), layout)
+    return dequantize_codes(
+        codes, unpack_rows(scale, n), None if zero is None else unpack_rows(zero, n), layout
+    )
 
 
 def dequantize_codes(
@@ -248,15 +260,24 @@ def dequantize_codes(
 
 
 def gather_rows(
-    weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, layout: Layout, k: int, rows: torch.Tensor
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    layout: Layout,
+    k: int,
+    rows: torch.Tensor,
 ) -> torch.Tensor:
-    """Embedding look-up in a packed weight: fp32 [*rows.shape, k], each row equal to `dequantize`'s bit for bit."""
+    """Embedding look-up in a packed weight: fp32 [*rows.shape, k], each row equal to `dequantize`'s bit for
+    bit.
+    """
     flat = rows.reshape(-1)
     block, lane = flat // ROWS, flat % ROWS
     lines = weight[block].view(flat.numel(), -1, ROWS, 4)
     mine = lines.gather(2, lane.view(-1, 1, 1, 1).expand(-1, lines.shape[1], 1, 4))
     # A block whose 16 rows are all this row decodes with the same code as any other; keep one row of it.
-    codes = unpack_codes(mine.expand(-1, -1, ROWS, 4).reshape(flat.numel(), -1), layout, flat.numel() * ROWS, k)
+    codes = unpack_codes(
+        mine.expand(-1, -1, ROWS, 4).reshape(flat.numel(), -1), layout, flat.numel() * ROWS, k
+    )
     codes = codes.view(flat.numel(), ROWS, k)[:, 0]
 
     def pick(t):
@@ -271,9 +292,10 @@ def quantize_activations(x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor,
 
     Args:
         x: [M, K], any float dtype; computed in fp32.
-    Returns: codes [M, K] int8 (act_bits 8) or int16 (16), and scales fp32 [M, chunks]; with top = 127 or 16256:
-        scale = max|x| / top, code = round half to even of x * (1 / max|x| * top), each operation in fp32; codes are 0
-        where max|x| <= PEAK_FLOOR. A NaN or infinity makes the scale one, and with it every output of the token.
+    Returns: codes [M, K] int8 (act_bits 8) or int16 (16), and scales fp32 [M, chunks]; with top = 127 or
+        16256: scale = max|x| / top, code = round half to even of x * (1 / max|x| * top), each operation in
+        fp32; codes are 0 where max|x| <= PEAK_FLOOR. A NaN or infinity makes the scale one, and with it
+        every output of the token.
     """
     x = x.float()
     spans, top = layout.chunks(x.shape[1]), ACT_TOP[layout.act_bits]

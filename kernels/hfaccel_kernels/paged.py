@@ -218,10 +218,10 @@ class _Row:
     """The pages of one sequence, read a stretch at a time: views where pages follow each other, else
     gathers."""
 
-    def __init__(self, k_pages, v_pages, table, contiguous, k_scale, v_scale, dtype):
+    def __init__(self, k_pages, v_pages, table, first, k_scale, v_scale, dtype):
         self.k_pages, self.v_pages, self.k_scale, self.v_scale = k_pages, v_pages, k_scale, v_scale
         self.table, self.dtype = table, dtype
-        self.first = int(table[0]) if contiguous else None
+        self.first = first if first >= 0 else None
         self.page_tokens = k_pages.shape[1]
 
     def read(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -267,7 +267,7 @@ def paged_attention_blocked(
     alibi_slopes: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    rows: list[tuple[int, int, int, bool]] | None = None,
+    rows: list[tuple[int, int, int, int]] | None = None,
 ) -> torch.Tensor:
     """The same function by PyTorch operators, without a dense copy of K or V and without T x S scores.
 
@@ -287,19 +287,30 @@ def paged_attention_blocked(
     flash = plain and q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
     sinks = None if sinks is None else sinks.float().view(kv_heads, -1, 1)
     slopes = None if alibi_slopes is None else alibi_slopes.float()
+    q = q.contiguous().view(q.shape[0], kv_heads, heads // kv_heads, -1)
+    if flash and k_scale is None and all(e - s == 1 and size and at >= 0 for s, e, size, at in rows):
+        # Decode on views alone: three operators a sequence. What is left of the Python counts at 30 layers.
+        flat = [x.view(-1, kv_heads, x.shape[3]).transpose(0, 1)[None] for x in (k_pages, v_pages)]
+        found = []
+        for start, stop, length, first in rows:
+            first *= k_pages.shape[1]
+            low = first if window is None or window >= length else first + length - window
+            k, v = (x[:, :, low : first + length] for x in flat)
+            found.append(F.scaled_dot_product_attention(q[start:stop], k, v, scale=scale))
+        return torch.cat(found).flatten(1, 2) if found else q.new_empty(0, heads, v_pages.shape[3])
     out = q.new_empty(q.shape[0], heads, v_pages.shape[3])
-    for b, (start, stop, length, contiguous) in enumerate(rows):
+    for b, (start, stop, length, first) in enumerate(rows):
         n = stop - start
         if not n:
             continue
         if not length:
             out[start:stop] = 0
             continue
-        row = _Row(k_pages, v_pages, block_tables[b], contiguous, k_scale, v_scale, q.dtype)
-        mine = q[start:stop].view(n, kv_heads, heads // kv_heads, -1)
+        row = _Row(k_pages, v_pages, block_tables[b], first, k_scale, v_scale, q.dtype)
+        mine = q[start:stop]
         if flash and n == 1:
             low = 0 if window is None else max(0, length - window)
-            limit = None if contiguous and k_scale is None else BLOCK_TOKENS
+            limit = None if first >= 0 and k_scale is None else BLOCK_TOKENS
             if limit is None or length - low <= limit:
                 k, v = row.read(low, length)
                 got = F.scaled_dot_product_attention(mine, k[None], v[None], scale=scale)
@@ -314,14 +325,17 @@ def paged_attention_blocked(
     return out
 
 
-def step_rows(block_tables, q_starts, lengths, page_tokens: int) -> list[tuple[int, int, int, bool]]:
-    """Per sequence: (first query, end of queries, slots, whether its pages follow each other)."""
+def step_rows(block_tables, q_starts, lengths, page_tokens: int) -> list[tuple[int, int, int, int]]:
+    """Per sequence: (first query, end of queries, slots, its first page if its pages follow each other or
+    -1).
+    """
     starts, sizes = q_starts.tolist(), lengths.tolist()
     table = block_tables.cpu()
     columns = torch.arange(table.shape[1])
     used = -(-lengths.cpu().long() // page_tokens)
     follows = (table == table[:, :1] + columns) | (columns >= used[:, None])
-    return list(zip(starts[:-1], starts[1:], sizes, follows.all(1).tolist(), strict=True))
+    first = torch.where(follows.all(1), table[:, 0], -1).tolist()
+    return list(zip(starts[:-1], starts[1:], sizes, first, strict=True))
 
 
 def _flash(q, k, v, scale, causal=False):

@@ -86,6 +86,7 @@ def scene(
 
 CASES = {
     "decode": dict(queries=[1, 1, 1], lengths=[1, 37, 16]),
+    "decode on views": dict(queries=[1, 1], lengths=[3, 37]),
     "prefill": dict(queries=[5, 33, 1], lengths=[5, 33, 1]),
     "mixed, chunked": dict(queries=[1, 7, 4, 0], lengths=[20, 40, 4, 9]),
     "one token": dict(queries=[1], lengths=[1]),

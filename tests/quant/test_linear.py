@@ -5,8 +5,6 @@ import pickle
 
 import pytest
 import torch
-from dequantized import rounded
-from tiny import tiny
 from torch import nn
 from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
 from transformers.models.falcon.modeling_falcon import FalconLinear
@@ -14,6 +12,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 from transformers.models.opt.modeling_opt import OPTLearnedPositionalEmbedding
 from transformers.pytorch_utils import Conv1D
 
+from dequantized import rounded
 from hfaccel.quant.linear import (
     QuantEmbedding,
     QuantExperts,
@@ -25,6 +24,7 @@ from hfaccel.quant.linear import (
 )
 from hfaccel.quant.rtn import round_to_nearest
 from hfaccel_kernels.layouts import Layout
+from tiny import tiny
 
 LAYOUTS = [
     Layout(8),

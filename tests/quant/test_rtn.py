@@ -22,9 +22,11 @@ SHAPES = ((48, 70), (33, 64), (1, 1), (17, 129))
 
 
 def reference(w, bits, group, symmetric, half):
-    """(dequantized, scale, whether the code is beyond doubt), each [N, K], in fp64; `half`: fp16 scales, rounded up.
+    """(dequantized, scale, whether the code is beyond doubt), each [N, K], in fp64; `half`: fp16 scales,
+    rounded up.
 
-    In fp32, what lies in the middle between two codes may fall either way; a zero point moves its whole group.
+    In fp32, what lies in the middle between two codes may fall either way; a zero point moves its whole
+    group.
     """
     w = w.double().numpy()
     group = w.shape[1] if group < 0 else group

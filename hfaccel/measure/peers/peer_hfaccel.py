@@ -6,7 +6,9 @@ import sys
 
 def load(spec):
     root = spec["import_root"]
-    sys.path[:0] = [root, os.path.join(root, "kernels")] if os.path.isdir(os.path.join(root, "kernels")) else [root]
+    sys.path[:0] = (
+        [root, os.path.join(root, "kernels")] if os.path.isdir(os.path.join(root, "kernels")) else [root]
+    )
     import torch
 
     import hfaccel

@@ -32,11 +32,17 @@ def _convert(spec):
 
     config = {
         "int8": lambda: OVWeightQuantizationConfig(bits=8, sym=True),
-        "int4": lambda: OVWeightQuantizationConfig(bits=4, sym=True, group_size=spec.get("group", 64), ratio=1.0),
+        "int4": lambda: OVWeightQuantizationConfig(
+            bits=4, sym=True, group_size=spec.get("group", 64), ratio=1.0
+        ),
         "bf16": lambda: None,
     }[spec["variant"]]()
     model = OVModelForCausalLM.from_pretrained(
-        spec["folder"], export=True, compile=False, quantization_config=config, load_in_8bit=False if config is None else None
+        spec["folder"],
+        export=True,
+        compile=False,
+        quantization_config=config,
+        load_in_8bit=False if config is None else None,
     )
     model.save_pretrained(spec["artifact"])
     tokenizer = AutoTokenizer.from_pretrained(spec["folder"])

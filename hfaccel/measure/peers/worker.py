@@ -1,8 +1,8 @@
 """One contender in a process of its own: `python worker.py NAME SPEC-AS-JSON`.
 
-Loads `peer_NAME.load(spec)`, says what it is, then answers each line `{"prompt": [[ids]], "new_tokens": n}` with
-`{"first_s", "total_s"}`, one greedy run of exactly n tokens a row. Standard library alone outside of the peer, since
-the peer's environment is another one than ours.
+Loads `peer_NAME.load(spec)`, says what it is, then answers each line `{"prompt": [[ids]], "new_tokens": n}`
+with `{"first_s", "total_s"}`, one greedy run of exactly n tokens a row. Standard library alone outside of
+the peer, since the peer's environment is another one than ours.
 """
 
 import importlib
