@@ -287,7 +287,7 @@ def paged_attention_blocked(
     flash = plain and q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
     sinks = None if sinks is None else sinks.float().view(kv_heads, -1, 1)
     slopes = None if alibi_slopes is None else alibi_slopes.float()
-    q = q.contiguous().view(q.shape[0], kv_heads, heads // kv_heads, -1)
+    q = q.contiguous().view(q.shape[0], kv_heads, heads // kv_heads, q.shape[2])
     if flash and k_scale is None and all(e - s == 1 and size and at >= 0 for s, e, size, at in rows):
         # Decode on views alone: three operators a sequence. What is left of the Python counts at 30 layers.
         flat = [x.view(-1, kv_heads, x.shape[3]).transpose(0, 1)[None] for x in (k_pages, v_pages)]
