@@ -7,13 +7,22 @@ margins. Sizes tell dimensions apart: MLP widths are not multiples of the usual 
 heads differs from the hidden size in several families.
 """
 
+import inspect
 import math
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    LlamaForCausalLM,
+)
 
 VOCAB = 256
+# What this transformers calls the cache, as an argument and in an output: the name changed after 5.17.
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 _SMALL = {
     "vocab_size": VOCAB,
     "hidden_size": 64,

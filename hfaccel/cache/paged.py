@@ -184,6 +184,7 @@ class PagedCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens of every row."""
+        tokens_to_remove = int(tokens_to_remove)  # a tensor in 5.17, which the layers would share
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes a number of tokens to remove as 0 or less, not {tokens_to_remove}")
         if tokens_to_remove:

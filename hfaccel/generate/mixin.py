@@ -257,7 +257,7 @@ def _why_not(model, config, synced_gpus, model_kwargs, input_ids) -> str | None:
         return "its inputs are prepared by a wrapper"
     longrope = "longrope" in rope_types(model.config)
     if own is not GenerationMixin.prepare_inputs_for_generation and not (
-        longrope or own.__module__.endswith((".modeling_phi3", ".modeling_phimoe"))
+        longrope or own.__module__.endswith((".modeling_phi3", ".modeling_phimoe", ".modeling_bloom"))
     ):
         return f"its inputs are prepared by {own.__qualname__}"
     if longrope and _crosses(model.config, config, input_ids):

@@ -9,7 +9,7 @@ import torch
 from hfaccel.cache.paged import PagedCache
 from hfaccel.errors import PatchError
 from hfaccel.generate import mixin
-from tiny import ids, tiny
+from tiny import CACHE, ids, tiny
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def new(model):
 
 @torch.no_grad()
 def logits(model, tokens, cache=None, **kwargs):
-    return model(tokens, cache=cache, use_cache=cache is not None, **kwargs).logits
+    return model(tokens, **{CACHE: cache}, use_cache=cache is not None, **kwargs).logits
 
 
 def stored(cache):

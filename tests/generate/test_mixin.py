@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hfaccel.errors import PatchError
 from hfaccel.generate import mixin
-from tiny import ids, tiny
+from tiny import CACHE, ids, tiny
 
 PACKED = [
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi", "phi3", "gpt2", "opt", "gpt_neox",
@@ -186,7 +186,7 @@ def test_options_equal_plain_transformers(option):
     assert torch.equal(want.sequences, got.sequences) and type(want) is type(got)
     for name in ("scores", "logits"):
         torch.testing.assert_close(torch.stack(got[name]), torch.stack(want[name]), atol=1e-4, rtol=1e-4)
-    assert got.cache.get_seq_length() == want.cache.get_seq_length()
+    assert got[CACHE].get_seq_length() == want[CACHE].get_seq_length()
     served = mixin.explain(model)
     assert served["fallbacks"] == ({"beam search": 2} if "beam" in option else {})
 
@@ -272,13 +272,13 @@ def test_a_returned_cache_goes_on():
     first = model.generate(x, attention_mask=mask, return_dict_in_generate=True, **kwargs)
     mask = torch.cat([mask, torch.ones(2, 5, dtype=torch.long)], dim=1)
     with pytest.raises(PatchError, match="HFACCEL_STRICT=1.*a cache passed by the caller"):
-        model.generate(first.sequences, cache=copy.deepcopy(first.cache), attention_mask=mask, **kwargs)
+        model.generate(first.sequences, **{CACHE: copy.deepcopy(first[CACHE])}, attention_mask=mask, **kwargs)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("HFACCEL_STRICT")
-        rest = model.generate(first.sequences, cache=first.cache, attention_mask=mask, **kwargs)
+        rest = model.generate(first.sequences, **{CACHE: first[CACHE]}, attention_mask=mask, **kwargs)
         assert torch.equal(rest, whole)
         theirs = DynamicCache(config=model.config)
-        assert torch.equal(model.generate(x[1:], cache=theirs, **kwargs), whole[1:, :15])
+        assert torch.equal(model.generate(x[1:], **{CACHE: theirs}, **kwargs), whole[1:, :15])
     del first
     gc.collect()
     assert mixin.runner_of(model).pool.used_pages == 0
@@ -362,13 +362,13 @@ def test_bad_input_is_refused_before_anything_is_computed():
 def test_a_cache_of_another_model_is_refused():
     model, other = patched("TL"), patched("llama", vocab_size=512)
     x = ids(1, 6, vocab=512)
-    deep = other.generate(x, max_new_tokens=2, do_sample=False, return_dict_in_generate=True).cache
+    deep = other.generate(x, max_new_tokens=2, do_sample=False, return_dict_in_generate=True)[CACHE]
     with pytest.raises(PatchError, match="the cache has 2 layers, the model 4"):
-        model.generate(torch.cat([x, x], dim=1), cache=deep, max_new_tokens=2)
+        model.generate(torch.cat([x, x], dim=1), **{CACHE: deep}, max_new_tokens=2)
     wide = patched("TL", head_dim=16)
-    deep = wide.generate(x, max_new_tokens=2, do_sample=False, return_dict_in_generate=True).cache
+    deep = wide.generate(x, max_new_tokens=2, do_sample=False, return_dict_in_generate=True)[CACHE]
     with pytest.raises(PatchError, match="2 KV heads of 16, the model has 2 of 8"):
-        model.generate(torch.cat([x, x], dim=1), cache=deep, max_new_tokens=2)
+        model.generate(torch.cat([x, x], dim=1), **{CACHE: deep}, max_new_tokens=2)
 
 
 def test_install_touches_one_model_and_comes_off():
