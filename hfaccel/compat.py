@@ -194,17 +194,20 @@ def _cast_attributes(cls: type) -> frozenset[str]:
     return frozenset(found)
 
 
-def untie(model: nn.Module) -> None:
-    """Make the config tell the truth where head and embedding do not share a weight; it is the model's
-    own.
-    """
-    ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
-    weights = [getattr(base_layer(end), "weight", None) if end is not None else None for end in ends]
-    if None in weights or weights[0] is weights[1]:
+def tell_tying(model: nn.Module) -> None:
+    """Make the config say whether head and embedding share a weight; it is the model's own."""
+    retie_offloaded(model)
+    weights = []
+    for end in ("input", "output"):
+        module = getattr(model, f"get_{end}_embeddings", lambda: None)()
+        while module is not None and (inner := {"base_layer", "original_module"} & module._modules.keys()):
+            module = module._modules[inner.pop()]
+        weights.append(getattr(module, "weight", None))
+    if weights[0] is None or weights[1] is None:
         return
     for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
-        if getattr(config, "tie_word_embeddings", False):
-            config.tie_word_embeddings = False
+        if hasattr(config, "tie_word_embeddings"):
+            config.tie_word_embeddings = weights[0] is weights[1]
 
 
 # PEFT

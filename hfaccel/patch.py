@@ -252,7 +252,7 @@ def _apply(root: nn.Module, model: nn.Module, plan: Plan, state: State, progress
                 _apply_site(transform, site, state, slots, places, shared)
                 advance()
     if plan.anatomy.tied:
-        compat.untie(model)
+        compat.tell_tying(model)
     settle(model, [transform for transform, _ in plan.work], state, journal.on_undo)
 
 

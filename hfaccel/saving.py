@@ -53,6 +53,7 @@ class SavingMixin(Mixin):
                 raise PatchError("save_pretrained: inside original(model); leave that block first")
             if state.journal is not None:
                 state.journal.keep_files_of(target)
+            compat.tell_tying(self)
         with replacing(target, kwargs.get("variant")) as folder:
             super().save_pretrained(folder, state_dict=state_dict, **kwargs)
             if isinstance(getattr(self.config, "quantization_config", None), SavedConfig):

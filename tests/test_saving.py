@@ -247,6 +247,21 @@ def test_trained_layers_are_saved_as_they_are_now(tmp_path):
     assert torch.equal(logits(reload(model, tmp_path)), logits(model))
 
 
+@pytest.mark.parametrize("recipe", ["kv8", "int8"])
+def test_the_config_says_tied_exactly_while_the_tensors_are_one(recipe, tmp_path):
+    """As after an adapter on the head alone was merged, and taken out again."""
+    model = patched(tiny("TL", tie_word_embeddings=True), recipe)
+    shared, other = model.lm_head.weight, patched(tiny("TL", seed=3), recipe).lm_head.weight
+    for tied, weight in {"one": shared, "two": other, "again": shared}.items():
+        model.lm_head.weight = weight
+        model.save_pretrained(tmp_path)
+        assert config_json(tmp_path)["tie_word_embeddings"] == (tied != "two")
+        assert ("lm_head.weight" in stored(tmp_path)) == (tied == "two")
+        loaded = reload(model, tmp_path)
+        assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == (tied != "two")
+        assert torch.equal(logits(loaded), logits(model))
+
+
 def test_replacing_takes_files_and_leaves_the_rest(tmp_path):
     target = tmp_path / "out"
     with saving.replacing(target) as folder:
