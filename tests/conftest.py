@@ -1,6 +1,7 @@
 """What every test shares: no network, a fixed seed, one thread."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -17,6 +18,21 @@ torch.set_num_threads(1)
 # The same examples in every run, and no deadline: how long one takes depends on the machine.
 settings.register_profile("hfaccel", derandomize=True, deadline=None)
 settings.load_profile("hfaccel")
+
+# Files that stand on transformers itself: run against the oldest supported one too (`make test-oldest`).
+TESTS = Path(__file__).parent
+OLDEST = """
+    cache/test_paged generate/test_mixin runtime/test_native runtime/test_runner test_anatomy test_checkpoint
+    test_classes test_compile test_encoders test_families test_loading test_patch test_peft test_registration
+    test_saving test_trainer
+""".split()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.relative_to(TESTS).with_suffix("").as_posix() in OLDEST:
+            item.add_marker("oldest")
 
 
 def pytest_report_header():
