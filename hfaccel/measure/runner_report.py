@@ -1,15 +1,12 @@
-"""What the paged cache and the runner cost and keep, printed: `python -m hfaccel.measure.runner_report
---help`.
+"""What the paged cache and the runner cost and keep: `python -m hfaccel.measure.runner_report --help`.
 
-    waste       slots allocated beyond tokens held, on a trace of mixed lengths, beside contiguous
-    preallocation memory      KV bytes a token against 2 x layers x KV heads x head size x bytes; what a
-    decode step at 64 rows
-                allocates at its peak, beside the dense K and V it would gather
-    perplexity  through the cache: `paged_logits` feeds each window by chunks of teacher forcing
-    sampling    chi-square of drawn first tokens against the model's distribution
-    speed       decode against transformers' own loop, batch 1 and 8 mixed lengths, alternating, median ratio
-    equality    greedy tokens against transformers, margin-aware: near-ties are ignored and their share
-    printed
+waste       slots allocated beyond tokens held, on a trace of mixed lengths, beside one row of slots each
+memory      KV bytes a token against 2 x layers x KV heads x head size x bytes; what a decode step of 64
+            rows allocates at its peak, beside the dense K and V it would gather
+perplexity  through the cache: `paged_logits` feeds each window by chunks of teacher forcing
+sampling    chi-square of drawn first tokens against the model's distribution
+speed       single decode steps against transformers' own loop, batch 1 and 8 mixed lengths, alternating
+equality    greedy tokens against transformers; near-ties are ignored and their share is printed
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ import time
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import StoppingCriteria
 
 from hfaccel.cache.pool import PagePool, Sequence
 from hfaccel.generate import mixin
@@ -111,8 +109,7 @@ class _Allocations(TorchDispatchMode):
 
 
 def memory(model: nn.Module, *, rows: int = 64, context: int = 256) -> dict:
-    """A decode step of `rows` rows at `context` and at twice that: what it allocates must not follow
-    context."""
+    """What a decode step of `rows` rows allocates at `context` slots and at twice that: the same."""
     run = mixin.runner_of(model)
     config = model.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -176,42 +173,46 @@ def sampling(model: nn.Module, draws: int = 2000, cells: int = 8) -> dict:
     return {"chi_square": chi, "degrees_of_freedom": cells - 1, "draws": int(counts.sum())}
 
 
-def speed(plain: nn.Module, model: nn.Module, *, new_tokens: int = 24, repeats: int = 3) -> list[dict]:
-    """Seconds a decode step of both, alternating, (n + 1 tokens) - (1 token): medians and their ratio."""
+class _Clock(StoppingCriteria):
+    """Processor time of this process at each token: other processes on the machine do not count."""
+
+    def __init__(self):
+        self.times: list[float] = []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.times.append(time.process_time())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+MIXED = (40, 100, 300, 500, 60, 20, 250, 400)
+
+
+def speed(
+    plain: nn.Module, model: nn.Module, *, lengths=MIXED, new_tokens: int = 12, repeats: int = 2
+) -> list[dict]:
+    """Processor time of single decode steps of both, alternating, at batch 1 and on the mixed batch:
+    medians."""
     found = []
-    for lengths in ([128], [40, 100, 300, 500, 60, 20, 250, 400]):
-        longest = max(lengths)
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(5, 1000, (len(lengths), longest), generator=generator)
+    for batch in ((lengths[1],), lengths):
+        longest = max(batch)
+        ids = torch.randint(5, 200, (len(batch), longest), generator=torch.Generator().manual_seed(0))
         mask = torch.ones_like(ids)
-        for row, length in zip(mask, lengths, strict=True):
+        for row, length in zip(mask, batch, strict=True):
             row[: longest - length] = 0
-
-        def run(one, count, ids=ids, mask=mask):
-            start = time.perf_counter()
-            one.generate(
-                ids,
-                attention_mask=mask,
-                min_new_tokens=count,
-                max_new_tokens=count,
-                do_sample=False,
-                pad_token_id=0,
-            )
-            return time.perf_counter() - start
-
+        kwargs = dict(min_new_tokens=new_tokens, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
         samples: dict[str, list[float]] = {"plain": [], "patched": []}
-        for repeat in range(repeats + 1):
+        for _ in range(repeats):
             for name, one in (("plain", plain), ("patched", model)):
-                each = (run(one, new_tokens + 1) - run(one, 1)) / new_tokens
-                if repeat:  # the first round warms up
-                    samples[name].append(each)
-        ratio = statistics.median(a / b for a, b in zip(*samples.values(), strict=True))
+                clock = _Clock()
+                one.generate(ids, attention_mask=mask, stopping_criteria=[clock], **kwargs)
+                # The first step warms up.
+                samples[name] += [b - a for a, b in zip(clock.times[1:], clock.times[2:], strict=False)]
+        medians = {name: statistics.median(values) for name, values in samples.items()}
         found.append(
             {
-                "batch": len(lengths),
-                "plain_ms": 1e3 * statistics.median(samples["plain"]),
-                "patched_ms": 1e3 * statistics.median(samples["patched"]),
-                "times_faster": ratio,
+                "batch": len(batch),
+                **{f"{name}_ms": 1e3 * value for name, value in medians.items()},
+                "times_faster": medians["plain"] / medians["patched"],
             }
         )
     return found

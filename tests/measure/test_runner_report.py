@@ -71,3 +71,9 @@ def test_equality_counts_a_wrong_model_as_wrong():
 def test_sampling_draws_only_from_the_cells():
     found = runner_report.sampling(patched(), draws=400, cells=4)
     assert found["draws"] == 400 and found["degrees_of_freedom"] == 3 and found["chi_square"] < 16.3
+
+
+def test_speed_compares_the_same_steps():
+    one, eight = runner_report.speed(tiny("TL"), patched(), lengths=(3, 5, 9), new_tokens=4, repeats=1)
+    assert (one["batch"], eight["batch"]) == (1, 3)
+    assert one["times_faster"] == pytest.approx(one["plain_ms"] / one["patched_ms"])
