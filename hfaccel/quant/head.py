@@ -1,6 +1,4 @@
-"""The output head, often the largest matrix: INT8 per row beside any weight recipe, one tensor for both ends
-if tied.
-"""
+"""The output head, often the largest matrix: INT8 per row beside any weight recipe, both ends if tied."""
 
 from __future__ import annotations
 
@@ -19,8 +17,11 @@ from hfaccel.transform import Transform
 
 @dataclass(frozen=True, kw_only=True)
 class Head(Rounding):
-    """Precision of the output head and, where tied to it, of the token embedding. bits: 16 (untouched), 8 or
-    4.
+    """Precision of the output head and, where tied to it, of the token embedding.
+
+    Attributes:
+        bits: 8, 4, or 16, which leaves both as they are.
+    Raises: PatchError for other values.
     """
 
     name: ClassVar[str] = "head"

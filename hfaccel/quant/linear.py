@@ -26,8 +26,8 @@ from hfaccel_kernels.layouts import (
 )
 from hfaccel_kernels.qlinear import qlinear
 
-# (weight fp32 [rows, K], layout) -> codes uint8 [rows, K], scales fp32 [rows, G], zeros uint8 [rows, G] or
-# None
+# (weight fp32 [rows, K], layout) -> codes uint8 [rows, K], scales fp32 [rows, G] that the layout's dtype can
+# hold, zeros uint8 [rows, G] or None
 Round = Callable[[Tensor, Layout], tuple[Tensor, Tensor, Tensor | None]]
 
 _CHUNK_ELEMENTS = 1 << 22  # rows are rounded in pieces of this many elements, so that fp32 copies stay small
@@ -36,8 +36,7 @@ _CHUNK_ELEMENTS = 1 << 22  # rows are rounded in pieces of this many elements, s
 class _Packed:
     """What the packed modules share: storage under the names `weight`, `weight_scale`, `weight_zero`.
 
-    `weights_version` counts the edits of the codes; whoever keeps results of them (a plan, cached pages)
-    compares it.
+    `weights_version` counts edits of the codes; whoever keeps results of them (a plan, pages) compares it.
     """
 
     layout: Layout
@@ -301,9 +300,7 @@ def is_packed(module: nn.Module) -> bool:
 
 
 def is_fused_experts(module: nn.Module) -> bool:
-    """Experts as transformers' `use_experts_implementation` describes them: gate and up in one 3-D
-    parameter.
-    """
+    """Whether a module is experts with 3-D parameters, gate and up in one, as transformers fuses them."""
     return (
         all(
             isinstance(p := module._parameters.get(name), nn.Parameter)
@@ -327,7 +324,7 @@ def unpackable(module: nn.Module) -> str:
     """Why a module has no packed form; "" if it has one.
 
     A subclass with a forward of its own is tried: it must do what a linear or an embedding (times a
-        multiplier) does.
+    multiplier) does.
     """
     kind = type(module).__name__
     if is_packed(module):
@@ -472,8 +469,7 @@ _HOOKS = (
 
 
 def _like(original: nn.Module, module: nn.Module) -> nn.Module:
-    # The same dicts: a handle that was given out before removes its hook from both, and unpatch keeps later
-    # hooks.
+    # The same dicts: a handle given out before removes its hook from both, and unpatch keeps later hooks.
     for name in _HOOKS:
         setattr(module, name, getattr(original, name))
     return module.train(original.training)

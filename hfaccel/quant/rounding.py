@@ -1,6 +1,4 @@
-"""What every method that chooses codes shares: bits, group, grid, and the swap of a module for its packed
-form.
-"""
+"""What every method that chooses codes shares: bits, group, grid, and packing a module."""
 
 from __future__ import annotations
 
@@ -55,8 +53,8 @@ class Rounding(Transform):
             )
         if type(self.group) is not int or not (self.group == -1 or self.group > 0):
             raise PatchError(
-                f"{type(self).__name__}: group={self.group!r}; a positive number of input elements, or -1 "
-                "for a row"
+                f"{type(self).__name__}: group={self.group!r}; "
+                "a positive number of input elements, or -1 for a row"
             )
         if self.group > 1 << 20:
             raise PatchError(f"{type(self).__name__}: group={self.group} is out of range (at most {1 << 20})")
@@ -88,16 +86,13 @@ class Rounding(Transform):
         except PatchError as error:
             raise PatchError(f"{site.name}: {error}") from None
 
-    # Recipe steps: name, bits, then -gN | -row | -asym | -sym and what the method adds
-    # --------------------------
+    # Recipe steps: name, bits, then -gN | -row | -asym | -sym and what the method adds ----------------------
 
     @classmethod
     def parse_bits(
         cls, rest: str, options: list[str], extra: tuple[str, ...] = ()
     ) -> tuple[dict[str, Any], list[str]]:
-        """Fields from the bits and the options every method knows; the options among `extra` are handed
-        back.
-        """
+        """Fields from the bits and the options every method knows, and those options that are in `extra`."""
         if rest not in ("2", "3", "4", "8"):
             raise UnknownName(
                 f"recipe step {cls.name}{rest!s}: known are {', '.join(cls.name + b for b in '8432')}"
@@ -161,9 +156,8 @@ def group_scale(peak: Tensor, steps: int, layout: Layout) -> Tensor:
     scale = peak / steps
     if layout.dtype is torch.float16:
         half = scale.half()
-        low = half.float() < scale
-        half[low] = torch.nextafter(half[low], torch.full_like(half[low], torch.inf))
-        scale = half.float()
+        above = torch.nextafter(half, torch.full_like(half, torch.inf))
+        scale = torch.where(half.float() < scale, above, half).float()
     else:
         scale = torch.where(peak > 0, scale.clamp_min(torch.finfo(torch.float32).tiny), scale)
     if not torch.isfinite(scale).all():

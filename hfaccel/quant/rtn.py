@@ -5,8 +5,7 @@ Symmetric, b bits:   s = max|x| / (2^(b-1) - 1),  q = round(x / s)
 Asymmetric, b bits:  lo = min(x, 0), hi = max(x, 0),  s = (hi - lo) / (2^b - 1),  z = round(-lo / s),
     q = clamp(round(x / s) + z, 0, 2^b - 1),  x ~ s (q - z);  z is an integer, so 0 is exact.
 
-(Jacob et al. 2018, arXiv:1712.05877.) An fp16 scale is rounded up, so that the error stays within half a
-step.
+(Jacob et al. 2018, arXiv:1712.05877.) An fp16 scale is rounded up: the error stays within half a step.
 """
 
 from __future__ import annotations
@@ -70,42 +69,42 @@ class RTN(Rounding):
 
 def round_to_nearest(weight: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes uint8 [N, K], scales fp32 [N, G], zeros uint8 [N, G] or None of a float [N, K] weight."""
+    groups = grouped(weight, layout)
+    low, high = groups.amin(-1), groups.amax(-1)
     if layout.symmetric:
-        return round_symmetric(weight, layout, grouped(weight.abs(), layout, 0.0).amax(-1))
+        return round_symmetric(weight, layout, torch.maximum(-low, high))
     top = (1 << layout.bits) - 1
-    low = grouped(weight, layout, 0.0).amin(-1).clamp_max(0)
-    high = grouped(weight, layout, 0.0).amax(-1).clamp_min(0)
+    low, high = low.clamp_max_(0), high.clamp_min_(0)
     scale = group_scale(high - low, top, layout)
     step = nonzero(scale)
     zero = torch.round(-low / step).clamp_(0, top)
-    codes = torch.round(weight / per_element(step, layout, weight.shape[1]))
-    codes += per_element(zero, layout, weight.shape[1])
-    return codes.clamp_(0, top).to(torch.uint8), scale, zero.to(torch.uint8)
+    codes = (groups / step[..., None]).round_().add_(zero[..., None]).clamp_(0, top)
+    return ungrouped(codes.to(torch.uint8), weight.shape[1]), scale, zero.to(torch.uint8)
 
 
 def round_symmetric(weight: Tensor, layout: Layout, peak: Tensor) -> tuple[Tensor, Tensor, None]:
     """Symmetric codes for given peaks [N, G]."""
     top = (1 << (layout.bits - 1)) - 1
     scale = group_scale(peak, max(top, 1), layout)
-    codes = torch.round(weight / per_element(nonzero(scale), layout, weight.shape[1]))
-    codes.clamp_(-top if layout.bits == 8 else -top - 1, top)
-    return (codes + layout.zero).to(torch.uint8), scale, None
+    codes = (grouped(weight, layout) / nonzero(scale)[..., None]).round_()
+    codes.clamp_(-top if layout.bits == 8 else -top - 1, top).add_(layout.zero)
+    return ungrouped(codes.to(torch.uint8), weight.shape[1]), scale, None
 
 
 def nonzero(scale: Tensor) -> Tensor:
     """The scale to divide by: 1 where it is 0 (an all-zero group, whose codes are all zero too)."""
-    return torch.where(scale > 0, scale, torch.ones_like(scale))
+    return torch.where(scale > 0, scale, 1.0)
 
 
-def grouped(weight: Tensor, layout: Layout, fill: float) -> Tensor:
-    """[N, K] -> [N, G, group], a short last group filled up with `fill`."""
+def grouped(weight: Tensor, layout: Layout) -> Tensor:
+    """[N, K] -> [N, G, group], a short last group filled up with zeros, which no grid minds."""
     n, k = weight.shape
     size, groups = layout.group_len(k), layout.groups(k)
     if size * groups != k:
-        weight = torch.nn.functional.pad(weight, (0, size * groups - k), value=fill)
+        weight = torch.nn.functional.pad(weight, (0, size * groups - k))
     return weight.view(n, groups, size)
 
 
-def per_element(per_group: Tensor, layout: Layout, k: int) -> Tensor:
-    """[N, G] -> [N, K]."""
-    return per_group.repeat_interleave(layout.group_len(k), 1)[:, :k]
+def ungrouped(codes: Tensor, k: int) -> Tensor:
+    """The inverse of `grouped`."""
+    return codes.view(codes.shape[0], -1)[:, :k]
