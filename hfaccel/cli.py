@@ -66,8 +66,8 @@ def demo(
         return print(json.dumps(rows, indent=1))
     print(
         f"SmolLM2-135M-Instruct{', off-grid twin' if off_grid else ''}, {rows[0]['threads']} threads, "
-        "batch 1, "
-        f"128 tokens in, 64 out; perplexity over {windows} windows of wikitext2_test (the protocol has 40)"
+        f"batch 1, 128 tokens in, 64 out; perplexity over {windows} windows of wikitext2_test "
+        "(the protocol has 40)"
     )
     columns = {
         "recipe": ("recipe", str),
@@ -244,9 +244,7 @@ def bench(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time `generate` side by side with other tools in one run: same token counts, alternating order, median
-    ratios.
-    """
+    """Time `generate` side by side with other tools: same token counts, alternating order, median ratios."""
     from hfaccel.measure import bench as benches
 
     ours = [name.strip() for name in recipe.split(",")]
@@ -290,8 +288,8 @@ def bench(
     low, high = min(result["read_bandwidth_gb_s"]), max(result["read_bandwidth_gb_s"])
     print(
         f"{model}, batch {batch}, {prompt} tokens in, {new} out, {threads} threads, {result['cpu']}; "
-        f"read bandwidth {low:.1f} to {high:.1f} GB/s in this run; ratios: {result['rows'][0]['name']} "
-        "over the row"
+        f"read bandwidth {low:.1f} to {high:.1f} GB/s in this run; "
+        f"ratios: {result['rows'][0]['name']} over the row"
     )
     _print_table(
         result["rows"],

@@ -1,5 +1,6 @@
-"""The only file that touches private API of transformers, accelerate and peft; `self_test` says what has
-moved.
+"""The only file that touches private API of transformers, accelerate and peft.
+
+`self_test`, a row of `hfaccel doctor`, says what of it has moved.
 """
 
 from __future__ import annotations
@@ -48,9 +49,7 @@ def private_config(root: nn.Module, on_undo: Callable[[Callable[[nn.Module], Non
 
 
 def checkpoint_file(model: nn.Module, place: str, name: str) -> str | None:
-    """Path of a file of the checkpoint a model came from, a folder or a hub id; None where it is not on this
-    disk.
-    """
+    """Path of file `name` in the folder or cached hub id `place`; None where it is not on this disk."""
     if not place:
         return None
     if os.path.isdir(place):
@@ -66,8 +65,7 @@ def checkpoint_file(model: nn.Module, place: str, name: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-# Weights that accelerate keeps elsewhere
-# -----------------------------------------------------------------------
+# Weights that accelerate keeps elsewhere ------------------------------------------------------------------
 
 
 def _hooks(module: nn.Module) -> tuple:
@@ -81,23 +79,18 @@ def is_offloaded(module: nn.Module) -> bool:
 
 
 def check_offload(model: nn.Module) -> None:
-    """Refuse an offload that fetches the weights of a whole subtree by name: it would undo what a patch put
-    there.
-    """
+    """Refuse an offload that fetches a whole subtree's weights by name: it would undo what a patch put in."""
     for name, module in model.named_modules():
         if is_offloaded(module) and any(getattr(hook, "place_submodules", False) for hook in _hooks(module)):
             if next(module.children(), None) is not None:
                 raise PatchError(
                     f"{name or type(model).__name__}: its weights are offloaded as one piece "
-                    "(preload_module_classes); "
-                    f"load the model without that option, or without offloading"
+                    "(preload_module_classes); load the model without that option, or without offloading"
                 )
 
 
 def _offload_index(module: nn.Module) -> tuple[dict[str, dict], str]:
-    """Where accelerate finds offloaded weights in safetensors files, name -> place, and the module's
-    prefix.
-    """
+    """Where accelerate finds a module's offloaded weights: name -> place in files, and the name's prefix."""
     for hook in _hooks(module):
         weights = getattr(hook, "weights_map", None)
         if index := getattr(getattr(weights, "dataset", None), "index", None):
@@ -123,9 +116,7 @@ def offload_place(module: nn.Module, key: str) -> tuple[str, str] | None:
 
 
 def retie_offloaded(model: nn.Module) -> None:
-    """Give tied weights that are offloaded one placeholder again: a forward leaves each with one of its
-    own.
-    """
+    """Give tied offloaded weights one placeholder again, where a forward left each with one of its own."""
     seen: dict[tuple[str, str], nn.Parameter] = {}
     for module in model.modules():
         for key, parameter in module._parameters.items():
@@ -149,9 +140,7 @@ def materialized(module: nn.Module) -> Iterator[None]:
 
 
 def move_inputs_as(original: nn.Module, module: nn.Module) -> None:
-    """Let `module` take its inputs to the device on which accelerate ran `original`; its weights stay where
-    they are.
-    """
+    """Let `module` take its inputs to where accelerate ran `original`; its weights stay where they are."""
     for hook in _hooks(original):
         if getattr(hook, "execution_device", None) is not None:
             from accelerate.hooks import AlignDevicesHook, add_hook_to_module
@@ -166,8 +155,7 @@ def move_inputs_as(original: nn.Module, module: nn.Module) -> None:
             )
 
 
-# What a module's surroundings do with its weight
-# ---------------------------------------------------------------
+# What a module's surroundings do with its weight ----------------------------------------------------------
 
 
 def casts_to_weight(parent: nn.Module, attribute: str) -> bool:
@@ -210,8 +198,7 @@ def tell_tying(model: nn.Module) -> None:
             config.tie_word_embeddings = weights[0] is weights[1]
 
 
-# PEFT
-# ----------------------------------------------------------------------------------------------------------
+# PEFT -----------------------------------------------------------------------------------------------------
 
 _LORA = "peft.tuners.lora.model"
 
@@ -250,8 +237,7 @@ class _PeftArrives(MetaPathFinder):
 def extend_peft() -> None:
     """Let PEFT make LoRA layers that merge into packed weights; now, or when the user imports PEFT.
 
-    PEFT's own LoRA layer would add a merged adapter to the codes. For models without packed weights nothing
-    changes.
+    PEFT's own LoRA layer would add a merged adapter to the codes. Unpacked models keep that layer.
     """
     if _LORA in sys.modules:
         _teach(sys.modules[_LORA])

@@ -2,9 +2,9 @@
 
 A tensor is journaled before it is freed: as a reference into the checkpoint the model was loaded from, if
 the bits there are those in memory, else in a safetensors file of its own under a spill folder. The original
-module and parameter objects are kept, emptied (`param.data` of zero elements), so that undoing gives back
-the same objects.
-A journal belongs to one process: a copied or pickled model carries none. It holds no reference to the model.
+module and parameter objects are kept, emptied (`param.data` of zero elements): undoing gives back the same
+objects. A journal belongs to one process: a copied or pickled model carries none. It holds no reference to
+the model.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ def _signature(file: str) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class TensorRef:
-    """Bits on disk: one tensor of a safetensors file, with the hash and the file's state when they were
-    journaled.
-    """
+    """One tensor of a safetensors file, with its hash and the file's state when it was journaled."""
 
     file: str
     key: str
@@ -86,9 +84,7 @@ class Held:
 
 
 class Checkpoint:
-    """The safetensors files a model came from, by tensor name; empty when it came from nowhere on this
-    disk.
-    """
+    """The safetensors files a model came from, by tensor name; none if it came from nowhere on this disk."""
 
     def __init__(self, model: nn.Module) -> None:
         self.prefix = getattr(model, "base_model_prefix", "")
@@ -156,15 +152,13 @@ class Journal:
         self.keep_original = keep_original
         self.checkpoint = Checkpoint(model)
         self.swaps: list[tuple[nn.Module, nn.Module]] = []  # old, new
-        self.saved: dict[
-            nn.Parameter, tuple[TensorRef | Held, nn.Module]
-        ] = {}  # with the module that replaced its own
+        # Parameter -> its bits, and the module that replaced its own.
+        self.saved: dict[nn.Parameter, tuple[TensorRef | Held, nn.Module]] = {}
         self.undos: list[Callable[[nn.Module], None]] = []
         self._spill: Path | None = None
         self._written = 0
 
-    # Recording
-    # -----------------------------------------------------------------------------------------------
+    # Recording ----------------------------------------------------------------------------------------------
 
     def check_space(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Refuse, before anything changes, what the spill folder has no room for."""
@@ -203,9 +197,7 @@ class Journal:
         self.undos.append(undo)
 
     def keep_files_of(self, folder: Path) -> None:
-        """Copy the originals that lie in `folder` into the spill folder: the files there are about to be
-        replaced.
-        """
+        """Copy originals that lie in `folder` to the spill folder: its files are about to be replaced."""
         folder = Path(os.path.realpath(folder))
         for parameter, (ref, new) in list(self.saved.items()):
             if isinstance(ref, TensorRef) and folder in Path(os.path.realpath(ref.file)).parents:
@@ -237,12 +229,12 @@ class Journal:
             raise PatchError(f"{name}: {error}. {_no_room(need, free)}") from error
         return TensorRef(str(file), name, digest(plain), _signature(str(file)))
 
-    # Undoing
-    # -------------------------------------------------------------------------------------------------
+    # Undoing ------------------------------------------------------------------------------------------------
 
     def restore(self, model: nn.Module) -> None:
-        """Put every module and tensor back. Raises: PatchError, and nothing has changed, if the bits are not
-        to be had.
+        """Put every module and tensor back.
+
+        Raises: PatchError, and nothing has changed, if the bits are not to be had.
         """
         self._require_kept()
         # Clones: the file may be a spill file that goes away, or be rewritten under the map.
@@ -260,9 +252,7 @@ class Journal:
             if parameter.numel() == 0:
                 try:
                     parameter.data = self._read(parameter).clone()
-                except (
-                    PatchError
-                ) as error:  # somebody removed the file in between; the rest is still put back
+                except PatchError as error:  # the file was removed in between; the rest is still put back
                     lost.append(str(error))
         self._undo(model)
         if lost:
@@ -333,8 +323,7 @@ def spill_root() -> Path:
 def _no_room(need: int, free: int) -> str:
     return (
         f"keeping the originals needs {need:,} bytes under {spill_root()}, {free:,} are free: set "
-        "HFACCEL_SPILL_DIR to "
-        f"a larger disk or pass keep_original=False"
+        "HFACCEL_SPILL_DIR to a larger disk or pass keep_original=False"
     )
 
 

@@ -70,9 +70,7 @@ class Loading:
 
     model: nn.Module
     record: SavedConfig
-    originals: dict[str, tuple[str, int]] = field(
-        default_factory=dict
-    )  # name -> class, bytes of the original
+    originals: dict[str, tuple[str, int]] = field(default_factory=dict)  # name -> class and bytes before
     doubles: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
     buffers: list[tuple[str, str]] = field(default_factory=list)
 

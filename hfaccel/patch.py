@@ -1,6 +1,4 @@
-"""`patch`, `unpatch`, `original`, `report`: check everything, order by stage, apply, record - and take it
-back.
-"""
+"""`patch`, `unpatch`, `original`, `report`: check, order by stage, apply, record; and take it all back."""
 
 from __future__ import annotations
 
@@ -77,14 +75,13 @@ def patch(
     Args:
         model: a transformers model, a PeftModel around one, or a pipeline. Class name, `generate` signature
             and the dtype of what is not quantized stay.
-        config: a recipe string ("int4", "int8+kv8", ...: `hfaccel recipes`), one transform, a list of them,
-            a dict as
-            config.json stores it, or None: the choice measured on this device (`auto`).
+        config: a recipe string ("int4", "int8+kv8", ...: `hfaccel recipes`), one transform, a list of them, a
+            dict as config.json stores it, or None: the choice measured on this device (`auto`).
         calibration: texts, token tensors or a DataLoader, for the methods that need data.
         tokenizer: for calibration given as texts.
-        keep_original: allow `unpatch` and `original`. Originals are read again from the checkpoint the model
-            was loaded from where its bits are those in memory, else spilled to HFACCEL_SPILL_DIR; never kept
-            in RAM.
+        keep_original: allow `unpatch` and `original`. Originals are never kept in RAM: they are read again
+            from the checkpoint the model was loaded from where its bits are those in memory, else spilled to
+            HFACCEL_SPILL_DIR.
         progress: a bar on a terminal.
     Returns: the same object.
     Raises: PatchError (a ValueError) before anything changes, naming what was wrong and the known choices. A
@@ -96,8 +93,7 @@ def patch(
         if config is None or PatchConfig.of(config) == state.config:
             return model
         raise AlreadyPatched(
-            f"the model is patched with {state.config.describe()!r} already; call hfaccel.unpatch(model) "
-            "first"
+            f"the model is patched with {state.config.describe()!r} already; hfaccel.unpatch(model) first"
         )
     check_materialized(target)
     compat.retie_offloaded(target)
@@ -142,8 +138,7 @@ def unpatch(model: Any) -> Any:
 
 @contextmanager
 def original(model: Any) -> Iterator[Any]:
-    """The unpatched behaviour inside the block: original modules over memory-mapped weights, transformers'
-    `generate`.
+    """The unpatched model inside the block: its modules over memory-mapped weights, its own `generate`.
 
     Takes the model's lock, and refuses while another thread generates; one that starts to meanwhile waits.
     """
@@ -168,8 +163,9 @@ def original(model: Any) -> Iterator[Any]:
 
 @contextmanager
 def _alone(model: nn.Module, state: State, what: str) -> Iterator[None]:
-    """The model for this thread alone. Raises: PatchError while it generates, or is lent, or has merged
-    adapters.
+    """The model for this thread alone.
+
+    Raises: PatchError while it generates, is lent, or has merged adapters.
     """
     from hfaccel.generate import mixin
 
@@ -195,8 +191,7 @@ def report(model: Any) -> Report:
     return build_report(target, require_state(target))
 
 
-# What patch works on
-# -------------------------------------------------------------------------------------------
+# What patch works on --------------------------------------------------------------------------------------
 
 
 def inner_model(model: Any) -> nn.Module:
@@ -212,8 +207,7 @@ def inner_model(model: Any) -> nn.Module:
             break
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
         raise PatchError(
-            f"{type(model).__name__} is not a transformers model, a PeftModel or a pipeline (it has no "
-            "config)"
+            f"{type(model).__name__} has no config: not a transformers model, a PeftModel or a pipeline"
         )
     return model
 
@@ -232,8 +226,7 @@ def require_journal(state: State) -> Journal:
     return state.journal
 
 
-# Applying
-# ------------------------------------------------------------------------------------------------------
+# Applying -------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -245,9 +238,7 @@ def _apply(root: nn.Module, model: nn.Module, plan: Plan, state: State, progress
     total = sum(len(sites) for transform, sites in plan.work if transform.unit is Unit.LINEAR)
     with progress_bar("patching", total, progress) as advance:
         for transform, sites in plan.work:
-            shared: dict[
-                Any, nn.Module
-            ] = {}  # one packed tensor for every site of this transform over one weight
+            shared: dict[Any, nn.Module] = {}  # weight -> its packed module: one tensor for all of its sites
             for site in sites:
                 _apply_site(transform, site, state, slots, places, shared)
                 advance()
@@ -293,16 +284,13 @@ def install_runtime(
 
 def refuse_resize(*args: Any, **kwargs: Any) -> None:
     raise PatchError(
-        "resize_token_embeddings: the embedding or the head is quantized; call hfaccel.unpatch(model), "
-        "resize, and "
-        "patch again"
+        "resize_token_embeddings: the embedding or the head is quantized; "
+        "call hfaccel.unpatch(model), resize, and patch again"
     )
 
 
 def _places(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Where each module hangs: by identity, every parent and attribute, wrappers around the model
-    included.
-    """
+    """By identity of a module, every (parent, attribute) where it hangs; wrappers around the model too."""
     out: dict[int, list[tuple[nn.Module, str]]] = {}
     for parent in root.modules():
         for key, child in parent._modules.items():
@@ -319,9 +307,8 @@ def _apply_site(
     places: dict[int, list[tuple[nn.Module, str]]],
     shared: dict[Any, nn.Module],
 ) -> None:
-    weight = site.module._parameters.get(
-        "weight"
-    )  # of an offloaded module: the placeholder, as good as a name
+    # Of an offloaded module this is the placeholder, as good as a name.
+    weight = site.module._parameters.get("weight")
     with compat.materialized(site.module):
         twin = None if weight is None else shared.get(weight)
         if twin is not None and isinstance(transform, Rounding):

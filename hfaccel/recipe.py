@@ -67,8 +67,9 @@ class PatchConfig:
         return cls(tuple(_parse_step(step.strip()) for step in recipe.split("+")))
 
     def to_recipe(self) -> str:
-        """The recipe string; parsing it gives an equal config. Raises: PatchError if targets or ignore are
-        set.
+        """The recipe string; parsing it gives an equal config.
+
+        Raises: PatchError if targets or ignore are set.
         """
         for transform in self.transforms:
             if transform.targets is not None or transform.ignore is not None:

@@ -1,6 +1,4 @@
-"""Which modules a config changes: every site of every transform, found and checked before anything
-changes.
-"""
+"""Which modules a config changes: every site of every transform, found and checked beforehand."""
 
 from __future__ import annotations
 
@@ -28,8 +26,8 @@ def check_materialized(model: nn.Module) -> None:
         for key, tensor in module._parameters.items():
             if tensor is not None and tensor.is_meta:
                 raise PatchError(
-                    f"{name + '.' if name else ''}{key} is on the meta device and has no data; load the "
-                    "weights first"
+                    f"{name + '.' if name else ''}{key} is on the meta device and has no data; "
+                    "load the weights first"
                 )
 
 
@@ -61,8 +59,7 @@ class Plan:
                 if id(site.module) in owner:
                     raise PatchError(
                         f"{site.name}: rounded by both {owner[id(site.module)].step()!r} and "
-                        f"{transform.step()!r}; "
-                        f"narrow their targets so that each weight is rounded once"
+                        f"{transform.step()!r}; narrow their targets so that each weight is rounded once"
                     )
                 owner[id(site.module)] = transform
             work.append((transform, sites))

@@ -1,5 +1,4 @@
-"""The one abstraction: a transform says what it wants to change, checks that it can, and changes one site at
-a time.
+"""The one abstraction: a transform says what it wants to change, checks that it can, and changes one site.
 
 The driver (`patch.py`) walks the model, matches targets, feeds observers, swaps modules, records and undoes;
 a transform never touches the model outside of the site it is given.
@@ -64,17 +63,14 @@ class Transform:
 
     Attributes:
         targets: patterns (see `match.py`) of the sites to change; None means the method's own default.
-        ignore: patterns to leave alone, added to the built-in ones; `()` with explicit targets overrides
-            those.
+        ignore: patterns to leave alone, added to the built-in ones; `()` with explicit targets means none.
     """
 
     name: ClassVar[str]
     stage: ClassVar[Stage]
     unit: ClassVar[Unit] = Unit.LINEAR
     rounds: ClassVar[bool] = False  # changes stored codes: at most one such transform a weight
-    steps: ClassVar[
-        tuple[tuple[str, str], ...]
-    ] = ()  # recipe steps and one line on each, for `hfaccel recipes`
+    steps: ClassVar[tuple[tuple[str, str], ...]] = ()  # (recipe step, one line on it) for `hfaccel recipes`
 
     targets: tuple[str, ...] | None = None
     ignore: tuple[str, ...] | None = None
@@ -95,8 +91,7 @@ class Transform:
         """Resolve a default while the object is being made."""
         object.__setattr__(self, key, value)
 
-    # What the driver asks
-    # ------------------------------------------------------------------------------------
+    # What the driver asks -----------------------------------------------------------------------------------
 
     def default_targets(self, anatomy: Anatomy) -> tuple[str, ...]:
         """Names of the sites when the user gives no targets."""
@@ -120,14 +115,11 @@ class Transform:
     def finish(self, model: nn.Module) -> None:
         """Last, once: config fields, attention choice, class mixin."""
 
-    # Text forms
-    # ----------------------------------------------------------------------------------------------
+    # Text forms ---------------------------------------------------------------------------------------------
 
     @classmethod
     def parse(cls, rest: str, options: list[str]) -> Transform:
-        """The transform of a recipe step, `rest` being what follows the method's name, `options` the `-`
-        parts.
-        """
+        """The transform of a recipe step: `rest` follows the method's name, `options` are the `-` parts."""
         raise NotImplementedError
 
     def step(self) -> str:

@@ -467,7 +467,8 @@ import peft
 config = peft.LoraConfig(target_modules=["q_proj"])
 layer = peft.get_peft_model(model, config).base_model.model.model.layers[0].self_attn.q_proj
 assert type(layer).__name__ == "PackedLinear", type(layer)
-layer = peft.get_peft_model(tiny("TL", num_hidden_layers=1), config).base_model.model.model.layers[0].self_attn.q_proj
+plain = peft.get_peft_model(tiny("TL", num_hidden_layers=1), config)
+layer = plain.base_model.model.model.layers[0].self_attn.q_proj
 assert type(layer) is peft.tuners.lora.Linear, type(layer)
 """
 

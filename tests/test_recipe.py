@@ -1,6 +1,4 @@
-"""Recipes: printing then parsing is the identity, what is unknown lists what is known, every form means the
-same.
-"""
+"""Recipes: printing then parsing is the identity, unknown names list the known, every form means the same."""
 
 import json
 

@@ -1,6 +1,4 @@
-"""transformers.Trainer: adapters on a patched model train; a quantized model alone is refused; `runtime`
-changes nothing.
-"""
+"""transformers.Trainer: adapters on packed models train, codes alone do not, `runtime` changes nothing."""
 
 import pytest
 import torch

@@ -5,9 +5,8 @@
     unmerge    the former codes, bit for bit
 
 All adapters merged at a time are rounded once, from the codes as they were before the first of them. Tensors
-are
-replaced, never written to: a tied embedding, a copy of the model and the originals that `unpatch` gives back
-do not see a merge. Adapters that read the float weight below them (DoRA, PiSSA, ...) are refused by name.
+are replaced, never written to: a tied embedding, a copy of the model and the originals that `unpatch` gives
+back do not see a merge. Adapters that read the float weight below (DoRA, PiSSA, ...) are refused by name.
 """
 
 from __future__ import annotations
@@ -118,9 +117,8 @@ def dispatch(
     base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
     if parameter_name is not None or not isinstance(base, QuantLinear | QuantEmbedding):
         raise PatchError(
-            f"LoRA on the packed parameter {parameter_name or 'of ' + type(base).__name__!r}: fused "
-            "experts can have "
-            f"adapters only where they are not quantized; patch with ignore=('**.experts.**',)"
+            f"LoRA on the packed parameter {parameter_name or 'of ' + type(base).__name__!r}: fused experts "
+            "have adapters only where they are not quantized; patch with ignore=('**.experts.**',)"
         )
     refuse(config)
     if config.fan_in_fan_out:
@@ -159,8 +157,8 @@ def check(name: str, wrapper: nn.Module) -> None:
     for adapter, variant in wrapper.lora_variant.items():
         if type(variant).__name__ in _WEIGHT_READERS:
             raise PatchError(
-                f"{name}: adapter {adapter!r} is a {type(variant).__name__}, which needs the float weight "
-                "below it"
+                f"{name}: adapter {adapter!r} is a {type(variant).__name__}, "
+                "which needs the float weight below it"
             )
 
 

@@ -54,9 +54,7 @@ def _random_folder(name: str) -> Path:
 
 
 def gguf_file(model: str, kind: str, *, off_grid: bool = False) -> Path:
-    """A llama GGUF of `kind` (Q4_0, Q4_1, Q8_0, F16, BF16); the demo model's own file where that is what it
-    is.
-    """
+    """A llama GGUF of `kind` (Q4_0, Q4_1, Q8_0, F16, BF16): made, or the demo model's own file."""
     if model == "demo" and kind == "Q4_1" and not off_grid:
         return demo_gguf()
     source = folder(model, off_grid=off_grid)

@@ -94,9 +94,7 @@ def bench(
     off_grid: bool = False,
     say: Any = lambda message: None,
 ) -> dict[str, Any]:
-    """Run all contenders and return one JSON-ready dict: settings, bandwidth, rows, ratios to the first
-    recipe.
-    """
+    """Run all contenders: one JSON-ready dict of settings, bandwidth, rows and ratios to the first recipe."""
     from transformers import AutoTokenizer
 
     peers = [parse_peer(name) for name in against]

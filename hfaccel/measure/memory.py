@@ -1,15 +1,15 @@
 """Memory while patching: peak and what is left, on a random Llama of 1.17 B parameters.
 
-`python -m hfaccel.measure.memory [--dtype bf16 fp32] [--recipe int8 int4]` prints a table, each row measured in a
-process of its own:
+`python -m hfaccel.measure.memory [--dtype bf16 fp32] [--recipe int8 int4]` prints a table, each row measured
+in a process of its own:
 
-    peak         highest resident memory while patching, over that after `from transformers import LlamaForCausalLM`,
-                 as a multiple of the original weights' bytes
-    weights      bytes of all parameters and buffers afterwards, beside the arithmetic of codes, scales and zeros
+    peak         highest resident memory while patching, over that after the import of transformers'
+                 LlamaForCausalLM, as a multiple of the original weights' bytes
+    weights      bytes of all parameters and buffers afterwards, beside the arithmetic of codes, scales, zeros
     anonymous    anonymous memory afterwards over that after the import, beside the same arithmetic
     packed       share of the linears' bytes that are packed
 
-Peaks are VmHWM, reset before the patch; originals are spilled to HFACCEL_SPILL_DIR, which should not be in memory.
+Peaks are VmHWM, reset before the patch; originals are spilled to HFACCEL_SPILL_DIR, which should be a disk.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def rows(dtypes: list[str], recipes: list[str]) -> list[dict[str, Any]]:
     out = []
     for dtype in dtypes:
         for recipe in recipes:
-            command = [sys.executable, "-m", "hfaccel.measure.memory", "--one", "--dtype", dtype, "--recipe", recipe]
+            one = ["--one", "--dtype", dtype, "--recipe", recipe]
+            command = [sys.executable, "-m", "hfaccel.measure.memory", *one]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             out.append(json.loads(done.stdout.splitlines()[-1]))
     return out
@@ -104,7 +105,8 @@ def text(found: list[dict[str, Any]]) -> str:
     """The table."""
     from hfaccel.report import table
 
-    lines = [("original", "recipe", "MB before", "peak", "MB weights", "arithmetic", "MB anonymous", "packed")]
+    heading = "original", "recipe", "MB before", "peak", "MB weights", "arithmetic", "MB anonymous", "packed"
+    lines = [heading]
     for row in found:
         base = row["arithmetic_bytes"]
         lines.append(
@@ -123,11 +125,12 @@ def text(found: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m hfaccel.measure.memory", description=__doc__.splitlines()[0])
+    about = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m hfaccel.measure.memory", description=about)
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16", "fp32"])
     parser.add_argument("--recipe", nargs="+", default=["int8", "int4"])
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--one", action="store_true", help="measure in this process and print one line of JSON")
+    parser.add_argument("--one", action="store_true", help="in this process, one line of JSON")
     given = parser.parse_args()
     if given.one:
         print(json.dumps(measure(given.dtype[0], given.recipe[0])))

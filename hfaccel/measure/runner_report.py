@@ -1,4 +1,6 @@
-"""What the paged cache and the runner cost and keep: `python -m hfaccel.measure.runner_report --help`.
+"""What the paged cache and the runner cost and keep.
+
+`python -m hfaccel.measure.runner_report [PART ...]` prints these parts as JSON:
 
 waste       slots allocated beyond tokens held, on a trace of mixed lengths, beside one row of slots each
 memory      KV bytes a token against 2 x layers x KV heads x head size x bytes; what a decode step of 64

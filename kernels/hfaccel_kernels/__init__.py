@@ -1,6 +1,4 @@
-"""Kernels of hfaccel: packed layouts, plain PyTorch references, C++ for CPUs, Triton for GPUs; no
-transformers.
-"""
+"""Kernels of hfaccel: packed layouts, PyTorch references, C++ for CPUs, Triton for GPUs; no transformers."""
 
 # name -> "module:function" of each op's public function: one line an op, imported when it is used.
 OPS = {

@@ -102,7 +102,7 @@ class Layout:
 
     def padded_k(self, k: int) -> int:
         """K after each group is padded to whole steps."""
-        return sum(_ceil(stop - start, self.k_step) for start, stop in self.spans(k))
+        return sum(_round_up(stop - start, self.k_step) for start, stop in self.spans(k))
 
     def spans(self, k: int) -> tuple[tuple[int, int], ...]:
         """(start, stop) of each group in K."""
@@ -144,7 +144,7 @@ class Layout:
         }
 
 
-def _ceil(value: int, multiple: int) -> int:
+def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
@@ -156,7 +156,7 @@ def _padding_index(layout: Layout, k: int) -> torch.Tensor | None:
     index, at = [], 0
     for start, stop in layout.spans(k):
         index.extend(range(at, at + stop - start))
-        at += _ceil(stop - start, layout.k_step)
+        at += _round_up(stop - start, layout.k_step)
     return torch.tensor(index)
 
 
@@ -249,13 +249,14 @@ def dequantize_codes(
     k = codes.shape[1]
     group = layout.group_len(k)
     out = codes.to(torch.float32)
-    for g, (start, stop) in enumerate(layout.spans(k)) if layout.groups(k) * group != k else ():
-        z = layout.zero if zero is None else zero[:, g : g + 1].float()
-        out[:, start:stop] = (out[:, start:stop] - z) * scale[:, g : g + 1].float()
     if layout.groups(k) * group == k:
         grouped = out.view(codes.shape[0], -1, group)
         grouped -= layout.zero if zero is None else zero.float()[:, :, None]
         grouped *= scale.float()[:, :, None]
+        return out
+    for g, (start, stop) in enumerate(layout.spans(k)):  # the last group is short
+        z = layout.zero if zero is None else zero[:, g : g + 1].float()
+        out[:, start:stop] = (out[:, start:stop] - z) * scale[:, g : g + 1].float()
     return out
 
 
@@ -267,9 +268,7 @@ def gather_rows(
     k: int,
     rows: torch.Tensor,
 ) -> torch.Tensor:
-    """Embedding look-up in a packed weight: fp32 [*rows.shape, k], each row equal to `dequantize`'s bit for
-    bit.
-    """
+    """Embedding look-up in a packed weight: fp32 [*rows.shape, k], the rows of `dequantize` bit for bit."""
     flat = rows.reshape(-1)
     block, lane = flat // ROWS, flat % ROWS
     lines = weight[block].view(flat.numel(), -1, ROWS, 4)
