@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hfaccel.classes import extend, restore
+from hfaccel.compat import WRAPPED, offload_place, plain_name
 from hfaccel.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -255,8 +256,6 @@ def compute_dtype(module: nn.Module, model: nn.Module) -> torch.dtype:
 
 def stored_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """What files hold: name -> tensor, each once and no adapters; and name -> stored name of shared ones."""
-    from hfaccel import compat
-
     seen: dict[Any, str] = {}
     stored, tied = {}, {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -265,7 +264,7 @@ def stored_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.is_meta or not tensor.numel():
             owner, _, leaf = name.rpartition(".")
-            key = compat.offload_place(model.get_submodule(owner), leaf) or id(tensor)
+            key = offload_place(model.get_submodule(owner), leaf) or id(tensor)
         name = plain_name(name)
         if (source := seen.setdefault(key, name)) != name:
             tied[name] = source
@@ -274,24 +273,16 @@ def stored_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]
     return stored, tied
 
 
-def plain_name(name: str) -> str:
-    """A dotted name without the wrappers that an adapter put around layers."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
-
-
 def in_adapter(model: nn.Module, name: str) -> bool:
     """Whether a dotted name leads into what an adapter added beside the layer that it wraps."""
     module: nn.Module | None = model
     for part in name.split("."):
-        if any(wrapped in module._modules and part != wrapped for wrapped in _WRAPPED):
+        if any(wrapped in module._modules and part != wrapped for wrapped in WRAPPED):
             return True
         module = module._modules.get(part)
         if module is None:
             break
     return False
-
-
-_WRAPPED = ("base_layer", "original_module")
 
 
 def mark(model: nn.Module, state: State, on_undo: OnUndo) -> None:

@@ -158,28 +158,31 @@ def move_inputs_as(original: nn.Module, module: nn.Module) -> None:
 # What a module's surroundings do with its weight ----------------------------------------------------------
 
 
-def casts_to_weight(parent: nn.Module, attribute: str) -> bool:
-    """Whether the parent's code reads `self.<attribute>.weight.dtype`, as T5 does to cast what it passes in.
+def casts_to_weight(parent: nn.Module, attribute: str) -> str:
+    """Whether the parent's code casts what it passes in to `self.<attribute>.weight.dtype`, as T5 does.
 
-    Such code takes codes for weights: its activations would become integers.
+    Such code takes codes for weights: its activations would become integers. Returns: "" if it does not or
+    knows of uint8, "int8" if it spares weights of that dtype, else "always".
     """
-    return attribute in _cast_attributes(type(parent))
+    return _casts(type(parent)).get(attribute, "")
 
 
 @cache
-def _cast_attributes(cls: type) -> frozenset[str]:
-    found = set()
+def _casts(cls: type) -> dict[str, str]:
+    found = {}
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] == "torch":
             break
         for function in vars(base).values():
             code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
             chain: list[str] = []
-            for step in dis.get_instructions(code) if code is not None else ():
+            for step in (
+                dis.get_instructions(code) if code is not None and "uint8" not in code.co_names else ()
+            ):
                 chain = [*chain, step.argval] if step.opname == "LOAD_ATTR" else []
                 if chain[-2:] == ["weight", "dtype"] and len(chain) > 2:
-                    found.add(chain[-3])
-    return frozenset(found)
+                    found[chain[-3]] = "int8" if "int8" in code.co_names else "always"
+    return found
 
 
 def tell_tying(model: nn.Module) -> None:
@@ -188,7 +191,7 @@ def tell_tying(model: nn.Module) -> None:
     weights = []
     for end in ("input", "output"):
         module = getattr(model, f"get_{end}_embeddings", lambda: None)()
-        while module is not None and (inner := {"base_layer", "original_module"} & module._modules.keys()):
+        while module is not None and (inner := set(WRAPPED) & module._modules.keys()):
             module = module._modules[inner.pop()]
         weights.append(getattr(module, "weight", None))
     if weights[0] is None or weights[1] is None:
@@ -201,6 +204,12 @@ def tell_tying(model: nn.Module) -> None:
 # PEFT -----------------------------------------------------------------------------------------------------
 
 _LORA = "peft.tuners.lora.model"
+WRAPPED = ("base_layer", "original_module")  # under which a wrapper of PEFT's holds what it wraps
+
+
+def plain_name(name: str) -> str:
+    """A dotted name without the wrappers that an adapter put around layers."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPED)
 
 
 def base_layer(module: nn.Module) -> nn.Module:

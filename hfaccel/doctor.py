@@ -6,8 +6,9 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import tempfile
 from importlib.util import find_spec
+
+from hfaccel.compat import self_test
 
 TESTED = {"torch": "2.11 to 2.13", "transformers": "5.17 to 5.24", "triton": "3.6 to 3.9"}
 
@@ -20,6 +21,9 @@ def examine() -> list[dict[str, str]]:
             rows.append(_row(package, f"{importlib.metadata.version(package)} (tested: {tested})"))
         except importlib.metadata.PackageNotFoundError:
             rows.append(_row(package, "not installed", "wrong" if package != "triton" else "absent"))
+    moved = self_test()
+    said = ", ".join(moved) or "all where hfaccel looks for it"
+    rows.append(_row("private API", said, "wrong" if moved else "ok"))
     rows += [*_kernels(), *_caches(), *_devices()]
     for package, gives in {"peft": "LoRA adapters", "matplotlib": "charts", "fastapi": "the server"}.items():
         found = find_spec(package) is not None
@@ -43,12 +47,10 @@ def _kernels() -> list[dict[str, str]]:
 
 def _caches() -> list[dict[str, str]]:
     from hfaccel.demo import cache_dir
+    from hfaccel.journal import spill_root
 
     out = []
-    for name, place in {
-        "cache": cache_dir(),
-        "spill": os.environ.get("HFACCEL_SPILL_DIR") or tempfile.gettempdir(),
-    }.items():
+    for name, place in {"cache": cache_dir(), "spill": spill_root()}.items():
         home = place
         while not os.path.isdir(home):
             home = os.path.dirname(home) or "/"

@@ -105,7 +105,7 @@ class Checkpoint:
 
     def _keys(self, name: str) -> list[str]:
         """Names under which the file may have what the model calls `name`."""
-        name = ".".join(part for part in name.split(".") if part != "base_layer")
+        name = compat.plain_name(name)
         names = (name, name.removeprefix(f"{self.prefix}."), f"{self.prefix}.{name}")
         return [key for key in dict.fromkeys(names) if key in self.files]
 

@@ -14,6 +14,7 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
+from hfaccel.compat import plain_name
 from hfaccel.errors import NoMatch, PatchError
 
 _TOKENS = re.compile(r"\*\*\.|\.\*\*$|\*+|[^*.]+|\.")
@@ -59,7 +60,7 @@ def select(
 
 def matches(pattern: str, name: str) -> bool:
     """Whether `pattern` matches the full name. Raises: PatchError if it is malformed."""
-    return any(_compiled(pattern).fullmatch(form) for form in (name, _plain(name)))
+    return any(_compiled(pattern).fullmatch(form) for form in (name, plain_name(name)))
 
 
 def _listed(patterns: str | Iterable[str] | None, what: str) -> tuple[str, ...] | None:
@@ -86,10 +87,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise PatchError(f"pattern {pattern!r} is not a regular expression: {error}") from None
 
 
-def _plain(name: str) -> str:
-    return name.replace(".base_layer", "")
-
-
 def _matching(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
     exact, rest = set(), []
     for pattern in patterns:
@@ -99,7 +96,7 @@ def _matching(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
 
 def _known(pattern: str, names: Sequence[str], what: str) -> set[str]:
     compiled = _compiled(pattern)
-    found = {name for name in names if compiled.fullmatch(name) or compiled.fullmatch(_plain(name))}
+    found = {name for name in names if compiled.fullmatch(name) or compiled.fullmatch(plain_name(name))}
     if not found:
         raise NoMatch(f"{what} {pattern!r} matches nothing{_hint(pattern, names)}")
     return found

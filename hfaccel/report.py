@@ -48,11 +48,9 @@ class Report:
 
     def __str__(self) -> str:
         rows = [("modules", "what", "n", "MB before", "MB after")]
-        for pattern, group in _by_pattern(self.records).items():
+        for (pattern, layout), group in _grouped(self.records).items():
             before, after = (sum(getattr(r, key) for r in group) for key in ("bytes_before", "bytes_after"))
-            rows.append(
-                (pattern, layout_of(group[0]), str(len(group)), f"{before / 1e6:.2f}", f"{after / 1e6:.2f}")
-            )
+            rows.append((pattern, layout, str(len(group)), f"{before / 1e6:.2f}", f"{after / 1e6:.2f}"))
         rows.append(
             ("whole model", "", "", f"{self.bytes_before / 1e6:.2f}", f"{self.model_bytes / 1e6:.2f}")
         )
@@ -68,13 +66,13 @@ def layout_of(record: Record) -> str:
     return record.detail.rpartition(", ")[2] or record.transform
 
 
-def _by_pattern(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """Records grouped by name with block numbers starred out and by what was done."""
-    groups: dict[str, list[Record]] = {}
+def _grouped(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
+    """Records by (name with block numbers starred out, layout)."""
+    groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         pattern = ".".join("*" if part.isdigit() else part for part in record.name.split("."))
         groups.setdefault((pattern, layout_of(record)), []).append(record)
-    return {pattern: group for (pattern, _), group in groups.items()}
+    return groups
 
 
 def table(rows: list[tuple[str, ...]]) -> str:

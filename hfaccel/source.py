@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hfaccel.checkpoint import FORMAT, METHOD, parse_transforms
+from hfaccel.checkpoint import FORMAT, METHOD, SavedConfig, parse_transforms
 from hfaccel.errors import AlreadyPatched, CheckpointError, PatchError
 from hfaccel.recipe import PatchConfig
 from hfaccel.registry import TRANSFORMS
@@ -83,7 +83,7 @@ def _patch(model: nn.Module, config: PatchConfig | None, device: Any, *, from_gg
 def stored_patch(config: Any) -> PatchConfig | None:
     """The patch of a saved folder by its config, packed or of the runtime alone. Raises: CheckpointError."""
     if _is_packed(config):
-        return parse_transforms(config.quantization_config.get("transforms"))
+        return SavedConfig(**config.quantization_config).config
     runtime = getattr(config, "hfaccel", None)
     if runtime is None:
         return None

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import hfaccel
-from hfaccel.checkpoint import FORMAT, SavedConfig, in_adapter, plain_name
+from hfaccel.checkpoint import FORMAT, SavedConfig, in_adapter
+from hfaccel.compat import plain_name
 from hfaccel.errors import CheckpointError, PatchError, UnknownName
 from hfaccel.quant.linear import QuantEmbedding, QuantLinear, is_packed
 from hfaccel.report import model_bytes

@@ -130,6 +130,8 @@ def test_malformed_patterns(pattern):
 def test_an_adapter_does_not_change_the_name():
     names = ["layers.0.q_proj.base_layer", "layers.0.k_proj", "layers.0.experts.base_layer.down_proj"]
     assert select(names, "layers.0.q_proj") == select(names, "**.q_proj.base_layer") == names[:1]
+    with pytest.raises(NoMatch):  # a name of the model's own that only begins alike
+        select(["encoder.base_layers.q"], "encoders.q")
     assert select(names, "**.experts.down_proj", ["**.k_proj"]) == names[2:]
 
 

@@ -929,6 +929,17 @@ def test_report():
     assert packed == pytest.approx(arithmetic, rel=0.03)
 
 
+def test_report_has_a_row_for_every_grid_under_one_name():
+    first = "model.layers.0.mlp.up_proj"
+    config = [RTN(bits=8, targets=(first,)), RTN(bits=4, ignore=(first,))]
+    text = str(hfaccel.report(hfaccel.patch(tiny("TL"), config)))
+    rows = [line.split() for line in text.splitlines() if line.startswith("model.layers.*.mlp.up_proj")]
+    assert [(row[1:4], row[4]) for row in rows] == [
+        (["int8", "row", "symmetric"], "1"),
+        (["int4", "g64", "asymmetric"], "3"),
+    ]
+
+
 def test_report_of_a_runtime_patch_and_an_encoder():
     assert hfaccel.report(hfaccel.patch(tiny("TL"), "runtime")).to_dict()["modules"] == []
     text = str(hfaccel.report(hfaccel.patch(tiny("bert"), "int8")))

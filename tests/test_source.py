@@ -9,6 +9,7 @@ import torch
 from transformers import BertForMaskedLM, BitsAndBytesConfig, LlamaForCausalLM, LlamaModel
 
 import hfaccel
+from hfaccel.checkpoint import SavedConfig
 from hfaccel.errors import AlreadyPatched, CheckpointError, PatchError, UnknownName
 from saved import attention, config_json, logits, patched
 from tiny import tiny
@@ -222,13 +223,21 @@ def newer_runtime(folder):
     return "hfaccel is of format 2"
 
 
+def newer_packed(folder):
+    """What a newer format calls its methods is not known here; that it is newer is what must be said."""
+    record = SavedConfig.empty() | {"format": 2, "transforms": [{"name": "int9"}], "more": {}}
+    config = config_json(folder) | {"quantization_config": record}
+    (folder / "config.json").write_text(json.dumps(config))
+    return "format 2; this hfaccel reads formats up to 1: install a newer one"
+
+
 def odd_runtime(folder):
     (folder / "config.json").write_text(json.dumps(config_json(folder) | {"hfaccel": ["kv8"]}))
     return r"hfaccel=\['kv8'\]"
 
 
 @pytest.mark.parametrize(
-    "damage", [break_index, break_map, break_config, remove_shard, newer_runtime, odd_runtime]
+    "damage", [break_index, break_map, break_config, remove_shard, newer_runtime, newer_packed, odd_runtime]
 )
 def test_damaged_folders(plain, tmp_path, damage):
     folder = shutil.copytree(plain, tmp_path / "copy")
