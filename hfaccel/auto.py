@@ -2,8 +2,8 @@
 
 Candidates are `int8` and the runtime alone; nothing below 8 bits. `int8` is taken if
 
-    mean KL(original || int8) <= 0.005 and its perplexity is at most 0.5 % higher, on text the model knows,
-    and it is not slower than the runtime alone at either M = 1 (decode) or M = 128 (prefill).
+    mean KL(original || int8) <= 0.005 nats and its perplexity is at most 0.5 % higher,
+    and it is not slower than the runtime alone at M = 1 (decode) and at M = 128 (prefill).
 
 The text is a shipped excerpt if a tokenizer is at hand (given, or beside the checkpoint), else what the
 model itself samples. The choice is an ordinary recipe, printed and stored: `patch(model, that)` repeats it
@@ -14,14 +14,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from hfaccel.recipe import PatchConfig
+
+if TYPE_CHECKING:
+    from hfaccel.measure.perplexity import KLResult
 
 log = logging.getLogger("hfaccel")
 
@@ -29,46 +33,63 @@ KL_LIMIT = 0.005
 PERPLEXITY_LIMIT = 1.005
 WINDOWS, WINDOW_TOKENS = 4, 256
 CANDIDATE = "int8"
+OUTCOMES = PatchConfig(), PatchConfig.from_recipe(CANDIDATE)  # the runtime alone, and what is measured
 
 
 def choose(model: nn.Module, *, tokenizer: Any = None, progress: bool = True) -> PatchConfig:
     """The recipe for this model on this device; the model is left as it was."""
-    from hfaccel.patch import original, patch, unpatch
+    from hfaccel.measure.perplexity import kl, window_logits
 
-    fallback = PatchConfig()
+    runtime, candidate = OUTCOMES
+    text = _text(model, tokenizer)
+    cut = {} if text is None else {"windows": text.shape[0], "window_tokens": text.shape[1]}
+    theirs = [] if text is None else list(window_logits(model, None, text.flatten(), **cut))
+    calls = _workloads(model)
     try:
-        patch(model, CANDIDATE, progress=progress)
+        with _patched(model, candidate, progress):
+            fast = {name: _seconds(call) for name, call in calls.items()}
+            quality = kl(model, theirs, None, text.flatten(), **cut, progress=False) if theirs else None
     except ValueError as error:
-        log.warning("auto: %s cannot be applied (%s); the runtime alone is used", CANDIDATE, error)
-        return fallback
+        return _settle(runtime, f"{CANDIDATE} cannot be applied: {error}")
+    if lossy := _lossy(quality):
+        return _settle(runtime, f"{CANDIDATE}: {lossy}")
+    with _patched(model, runtime, progress):
+        slow = {name: _seconds(call) for name, call in calls.items()}
+    if slower := [f"{n}: {fast[n] / slow[n]:.2f} x the time" for n in fast if fast[n] > slow[n]]:
+        return _settle(runtime, f"{CANDIDATE} takes longer, {'; '.join(slower)}")
+    gains = ", ".join(f"{name} {slow[name] / fast[name]:.2f} x" for name in fast)
+    return _settle(candidate, f"{gains} as fast as the runtime alone")
+
+
+def _settle(config: PatchConfig, why: str) -> PatchConfig:
+    log.warning("auto: %s (%s)", config.to_recipe(), why)
+    return config
+
+
+@contextmanager
+def _patched(model: nn.Module, config: PatchConfig, progress: bool) -> Iterator[None]:
+    from hfaccel.patch import patch, unpatch
+
+    patch(model, config, progress=progress)
     try:
-        calls = _workloads(model)
-        text = _text(model, tokenizer)
-        fast = {name: _seconds(call) for name, call in calls.items()}
-        ours = [] if text is None else [_logits(model, ids) for ids in text]
-        with original(model):
-            theirs = [] if text is None else [_logits(model, ids) for ids in text]
-            slow = {name: _seconds(call) for name, call in calls.items()}
+        yield
     finally:
         unpatch(model)
-    verdict = _quality(text, ours, theirs)
-    slower = [f"{name}: {fast[name] / slow[name]:.2f} x the time" for name in fast if fast[name] > slow[name]]
-    if verdict or slower:
-        log.warning(
-            "auto: not %s (%s); the runtime alone is used",
-            CANDIDATE,
-            "; ".join(filter(None, [verdict, *slower])),
-        )
-        return fallback
-    gains = ", ".join(f"{name} {slow[name] / fast[name]:.2f} x" for name in fast)
-    log.warning("auto: %s (%s as fast as before)", CANDIDATE, gains)
-    return PatchConfig.from_recipe(CANDIDATE)
+
+
+def _lossy(quality: KLResult | None) -> str:
+    """What the candidate misses of near-lossless; "" if nothing. A NaN misses all of it."""
+    if quality is None:
+        return ""
+    ratio = quality.perplexity / quality.reference_perplexity
+    log.info("auto: %s has KL %.5f, perplexity x %.4f", CANDIDATE, quality.kl, ratio)
+    if not quality.kl <= KL_LIMIT:
+        return f"KL {quality.kl:.4f} is above {KL_LIMIT}"
+    return "" if ratio <= PERPLEXITY_LIMIT else f"perplexity rises by {100 * (ratio - 1):.2f} %"
 
 
 def _workloads(model: nn.Module) -> dict[str, Callable[[], Any]]:
-    """Name -> one call: decode and prefill through `generate`, or one forward of 8 x 128 where there is
-    none.
-    """
+    """Name -> one call: decode and prefill through `generate`; where there is none, a forward of 8 x 128."""
     vocab = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocab, (1, 128), generator=generator).to(_device(model))
@@ -135,28 +156,6 @@ def _sampled(model: nn.Module, tokens: int) -> torch.Tensor:
         chances = model(input_ids=ids, use_cache=False).logits[:, -1].float().softmax(-1).cpu()
         ids = torch.cat([ids, torch.multinomial(chances, 1, generator=generator).to(ids.device)], 1)
     return ids
-
-
-@torch.no_grad()
-def _logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=ids[None], use_cache=False).logits[0].float().cpu()
-
-
-def _quality(text: torch.Tensor | None, ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> str:
-    """Empty if the candidate is near-lossless, else what it missed."""
-    if text is None:
-        return ""
-    kl, nll = 0.0, [0.0, 0.0]
-    for ids, q, p in zip(text.cpu(), ours, theirs, strict=True):
-        log_q, log_p = q[:-1].log_softmax(-1), p[:-1].log_softmax(-1)
-        kl += float((log_p.exp() * (log_p - log_q)).sum(-1).mean()) / len(ours)
-        for i, logs in enumerate((log_q, log_p)):
-            nll[i] -= float(logs.gather(1, ids[1:, None]).mean()) / len(ours)
-    ratio = float(torch.tensor(nll[0] - nll[1]).exp())
-    log.info("auto: %s has KL %.5f, perplexity x %.4f", CANDIDATE, kl, ratio)
-    if kl > KL_LIMIT:
-        return f"KL {kl:.4f} is above {KL_LIMIT}"
-    return f"perplexity rises by {100 * (ratio - 1):.2f} %" if ratio > PERPLEXITY_LIMIT else ""
 
 
 def _device(model: nn.Module) -> torch.device:

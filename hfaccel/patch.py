@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfaccel import checkpoint, compat
+from hfaccel import auto, checkpoint, compat
 from hfaccel.errors import AlreadyPatched, PatchError
 from hfaccel.journal import Journal
 from hfaccel.progress import progress_bar
 from hfaccel.quant.linear import is_packed, packed_like
 from hfaccel.quant.rounding import Rounding
-from hfaccel.recipe import PatchConfig
+from hfaccel.recipe import AUTO, PatchConfig
 from hfaccel.report import Report, build_report, model_bytes
 from hfaccel.sites import Plan, check_materialized
 from hfaccel.transform import Record, Site, Transform, Unit
@@ -89,18 +89,18 @@ def patch(
     """
     target = inner_model(model)
     state: State | None = getattr(target, "_hfaccel", None)
+    measured = config is None or config == AUTO
     if state is not None:
-        if config is None or PatchConfig.of(config) == state.config:
+        if measured or PatchConfig.of(config) == state.config:
             return model
         raise AlreadyPatched(
-            f"the model is patched with {state.config.describe()!r} already; hfaccel.unpatch(model) first"
+            f"the model is patched with {state.config.describe()!r} already; "
+            "call hfaccel.unpatch(model) first"
         )
     check_materialized(target)
     compat.retie_offloaded(target)
-    if config is None or config == "auto":
-        from hfaccel.auto import choose
-
-        config = choose(target, tokenizer=tokenizer, progress=progress)
+    if measured:
+        config = auto.choose(target, tokenizer=tokenizer, progress=progress)
     config = PatchConfig.of(config)
     root = model if isinstance(model, nn.Module) else target
     plan = Plan.of(target, config)

@@ -3,7 +3,7 @@
     recipe = step ("+" step)*          step = name[bits] ("-" option)*
 
 `PatchConfig` is the ordered, validated list of transforms behind all three. `runtime` is the empty list:
-nothing is changed but the way `generate` runs.
+nothing is changed but the way `generate` runs. `auto` is no list but a question, which `patch` answers.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from hfaccel.registry import TRANSFORMS, all_transforms, transform_class
 from hfaccel.transform import Transform
 
 EMPTY = "runtime"
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,14 @@ class PatchConfig:
     @classmethod
     def from_recipe(cls, recipe: str) -> PatchConfig:
         """Parse a recipe. Raises: UnknownName for an unknown step or option, listing the known ones."""
-        if recipe.strip() == EMPTY:
+        steps = [step.strip() for step in recipe.split("+")]
+        if steps == [EMPTY]:
             return cls()
-        if EMPTY in map(str.strip, recipe.split("+")):
+        if AUTO in steps:
+            raise PatchError(f"recipe {recipe!r}: {AUTO!r} stands alone; only a model can be asked for it")
+        if EMPTY in steps:
             raise PatchError(f"recipe {recipe!r}: {EMPTY!r} means no other step and stands alone")
-        return cls(tuple(_parse_step(step.strip()) for step in recipe.split("+")))
+        return cls(tuple(map(_parse_step, steps)))
 
     def to_recipe(self) -> str:
         """The recipe string; parsing it gives an equal config.
@@ -125,6 +129,10 @@ def known_steps() -> list[str]:
 
 
 def recipe_table() -> list[tuple[str, str]]:
-    """(step, one line on it) of every method, in the registry's order, and the empty recipe."""
+    """(step, one line on it) of every method, in the registry's order, and of what stands alone."""
     rows = [row for cls in all_transforms().values() for row in cls.steps]
-    return [*rows, (EMPTY, "no change of weights: generate over the paged cache and the fastest executor")]
+    return [
+        *rows,
+        (EMPTY, "no change of weights: generate over the paged cache and the fastest executor"),
+        (AUTO, "what patch(model) means: int8 or runtime, by a short measurement of speed and quality"),
+    ]

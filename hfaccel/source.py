@@ -10,7 +10,7 @@ from torch import nn
 
 from hfaccel.checkpoint import FORMAT, METHOD, SavedConfig, parse_transforms
 from hfaccel.errors import AlreadyPatched, CheckpointError, PatchError
-from hfaccel.recipe import PatchConfig
+from hfaccel.recipe import AUTO, PatchConfig
 from hfaccel.registry import TRANSFORMS
 
 _HUB = (
@@ -22,7 +22,6 @@ _HUB = (
     "token",
     "trust_remote_code",
 )
-AUTO = "auto"  # the recipe that `patch(model)` means
 
 
 def from_pretrained(

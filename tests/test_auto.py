@@ -7,6 +7,7 @@ import torch
 
 import hfaccel
 from hfaccel import auto
+from hfaccel.measure.perplexity import KLResult
 from hfaccel.recipe import PatchConfig
 from tiny import ids, tiny
 
@@ -63,14 +64,19 @@ def test_measuring_draws_nothing_from_the_global_generator(clock):
     assert not hasattr(model, "_hfaccel")
 
 
-def test_kl_and_perplexity_are_the_formulas():
-    generator = torch.Generator().manual_seed(0)
-    p, q = (torch.randn(5, 11, generator=generator, dtype=torch.float64) for _ in range(2))
-    text = torch.randint(0, 11, (1, 5), generator=generator)
-    log_p, log_q = p[:-1].log_softmax(-1), q[:-1].log_softmax(-1)
-    kl = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
-    assert auto._quality(text, [q], [p]) == f"KL {kl:.4f} is above {auto.KL_LIMIT}"
-    assert auto._quality(text, [p], [p]) == ""
+@pytest.mark.parametrize(
+    ("kl", "perplexity", "words"),
+    [
+        (0.005, 10.049, ""),
+        (0.0051, 10.0, "KL 0.0051 is above"),
+        (0.0, 10.06, "rises by 0.60 %"),
+        (float("nan"), 10.0, "KL nan"),
+        (0.0, float("nan"), "rises by nan"),
+    ],
+)
+def test_near_lossless(kl, perplexity, words):
+    found = auto._lossy(KLResult(kl, 1.0, perplexity, 10.0, tokens=1, windows=1, seconds=0.0))
+    assert words in found and bool(found) == bool(words)
 
 
 def test_an_encoder_is_chosen_by_its_forward(clock):

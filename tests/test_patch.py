@@ -461,6 +461,7 @@ def test_patch_twice():
         [RTN(bits=4, group=64)],
         {"transforms": [{"name": "int", "bits": 4}]},
         None,
+        "auto",
     ):
         assert hfaccel.patch(model, same) is model
     assert model._hfaccel is state and dict(model.named_modules()) == modules

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import hfaccel
 from hfaccel import RTN, Head, KVCache, PatchConfig, PatchError
 from hfaccel.errors import UnknownName
-from hfaccel.recipe import recipe_table
+from hfaccel.recipe import AUTO, recipe_table
 from hfaccel.registry import TRANSFORMS, all_transforms
 
 groups = st.one_of(st.just(-1), st.integers(1, 1 << 20))
@@ -179,12 +179,17 @@ def test_transforms_are_frozen_and_keyword_only():
 def test_the_table_lists_steps_that_parse():
     table = recipe_table()
     assert len({step for step, _ in table}) == len(table)
-    for step, line in table:
-        assert PatchConfig.from_recipe(step).to_recipe() == step
-        assert line and len(line) < 100
-    assert {type(t) for step, _ in table for t in PatchConfig.from_recipe(step).transforms} == set(
-        all_transforms().values()
-    )
+    assert all(line and len(line) < 100 for _, line in table)
+    assert table.pop()[0] == AUTO
+    configs = [PatchConfig.from_recipe(step) for step, _ in table]
+    assert [config.to_recipe() for config in configs] == [step for step, _ in table]
+    assert {type(t) for config in configs for t in config.transforms} == set(all_transforms().values())
+
+
+@pytest.mark.parametrize("recipe", ["auto", "auto+kv8"])
+def test_auto_is_no_list_of_transforms(recipe):
+    with pytest.raises(hfaccel.PatchError, match="only a model can be asked"):
+        PatchConfig.from_recipe(recipe)
 
 
 def test_errors_are_value_errors():
