@@ -121,9 +121,10 @@ class PagedCache(Cache):
         if batch != len(self.sequences):
             raise PatchError(f"the cache holds {len(self.sequences)} rows, the forward has {batch}")
         step = self._next(layer.seen, length, key_states.device)
-        pages = self.pool.layer(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
         packed = [x.transpose(1, 2).flatten(0, 1) for x in (key_states, value_states)]
-        pages.write(*packed, step.slots)
+        with self.pool.lock:  # a thread that grows the pool copies the pages
+            pages = self.pool.layer(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
+            pages.write(*packed, step.slots)
         layer.seen += length
         if kwargs is not None:
             kwargs[KEY] = (step, pages, lambda dtype: self.dense(layer_idx, dtype))

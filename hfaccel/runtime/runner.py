@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Protocol
@@ -119,8 +118,8 @@ class Runner:
         budget_pages: int | None = None,
     ):
         self.model = model
-        self.lock = threading.RLock()
         self.pool = PagePool(page_tokens=page_tokens, bits=kv_bits, budget_pages=budget_pages)
+        self.lock = self.pool.lock  # one lock: no thread may move the pages that a step is writing to
         self.executor: Executor | None = None
         self.skipped: dict[str, str] = {}
         self._fingerprint: int | None = None

@@ -2,11 +2,13 @@
 
 import copy
 import gc
+import threading
 
 import pytest
 import torch
 
 from hfaccel.cache.paged import PagedCache
+from hfaccel.cache.pool import LayerPages, PagePool
 from hfaccel.errors import PatchError
 from hfaccel.generate import mixin
 from tiny import CACHE, ids, tiny
@@ -200,3 +202,20 @@ def test_layers_leave_rows_to_the_cache(patched):
     with pytest.raises(PatchError, match="call this on the cache"):
         cache.layers[0].crop(-1)
     assert cache.layers[0].keys is None and cache.get_max_length() == -1 and cache.is_croppable
+
+
+def test_no_thread_moves_pages_while_they_are_written(monkeypatch):
+    pool = PagePool(page_tokens=4)
+    cache, write = PagedCache(pool, 1), LayerPages.write
+
+    def watched(pages, *args):
+        grow = threading.Thread(target=pool.reserve, args=(1000,))
+        grow.start()
+        grow.join(0.2)
+        assert grow.is_alive()
+        write(pages, *args)
+
+    monkeypatch.setattr(LayerPages, "write", watched)
+    k = torch.randn(1, 2, 3, 8)
+    cache.update(k, k, 0)
+    assert torch.equal(cache.dense(0)[0], k)

@@ -244,3 +244,27 @@ def test_graphs_replay_equals_modules(family):
         Graphs(model)
     with pytest.raises(Unsupported, match="captured"):
         Graphs(tiny("bloom"), device="cpu")
+
+
+def test_no_thread_moves_pages_under_a_step():
+    """The pool grows by copying: what a step writes meanwhile would be lost."""
+    _, run = running()
+    grow = threading.Thread(target=run.pool.reserve, args=(1000,))
+    real = run.refresh()
+
+    class Watched:
+        name = "modules"
+
+        def step(self, pool, *args, **kwargs):
+            before = pool.version
+            grow.start()
+            grow.join(0.2)
+            assert pool.version == before and grow.is_alive()
+            return real.step(pool, *args, **kwargs)
+
+    run.executor = Watched()
+    sequence = run.sequence(expect_tokens=4)
+    feed(run, [ids(1, 3)[0]], [sequence])
+    grow.join()
+    assert run.pool.capacity >= 1000
+    sequence.free()
