@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from importlib.abc import MetaPathFinder
-from importlib.machinery import PathFinder
 
 from torch import nn
 
 from hfaccel.errors import PatchError
+from hfaccel.registration import after_import
 
 
 def private_config(root: nn.Module, on_undo: Callable[[Callable[[nn.Module], None]], None]) -> None:
@@ -203,7 +202,6 @@ def tell_tying(model: nn.Module) -> None:
 
 # PEFT -----------------------------------------------------------------------------------------------------
 
-_LORA = "peft.tuners.lora.model"
 WRAPPED = ("base_layer", "original_module")  # under which a wrapper of PEFT's holds what it wraps
 
 
@@ -225,33 +223,12 @@ def is_adapter_part(name: str) -> bool:
     return any(part.startswith("lora_") or part in ("modules_to_save", "original_module") for part in parts)
 
 
-class _PeftArrives(MetaPathFinder):
-    """Watches for the import of PEFT's LoRA model, and teaches it packed weights when it comes."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name != _LORA:
-            return None
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module):
-                execute(module)
-                _teach(module)
-
-            spec.loader.exec_module = exec_module
-        return spec
-
-
 def extend_peft() -> None:
     """Let PEFT make LoRA layers that merge into packed weights; now, or when the user imports PEFT.
 
     PEFT's own LoRA layer would add a merged adapter to the codes. Unpacked models keep that layer.
     """
-    if _LORA in sys.modules:
-        _teach(sys.modules[_LORA])
-    elif not any(isinstance(finder, _PeftArrives) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _PeftArrives())
+    after_import("peft.tuners.lora.model", _teach)
 
 
 def _teach(lora_model) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
+from hfaccel import compat
 from hfaccel.checkpoint import (
     METHOD,
     Packed,
@@ -127,7 +128,7 @@ class Loading:
 
     def _swap(self, name: str, packed: Packed) -> None:
         from hfaccel.patch import tensor_bytes
-        from hfaccel.quant.linear import is_fused_experts, is_packed, skeleton, unpackable
+        from hfaccel.quant.linear import is_fused_experts, is_packed, show_as_int8, skeleton, unpackable
 
         original = _module(self.model, name, name)
         if is_packed(original):  # one module under two names, swapped under the first
@@ -143,6 +144,8 @@ class Loading:
         for parent in self.model.modules():
             for key, child in parent._modules.items():
                 if child is original:
+                    if compat.casts_to_weight(parent, key) == "int8":
+                        show_as_int8(new)
                     setattr(parent, key, new)
 
     def _expected(self, dtypes: dict[str, torch.dtype]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -19,7 +19,7 @@ from hfaccel import auto, checkpoint, compat
 from hfaccel.errors import AlreadyPatched, PatchError
 from hfaccel.journal import Journal
 from hfaccel.progress import progress_bar
-from hfaccel.quant.linear import is_packed, packed_like
+from hfaccel.quant.linear import is_packed, packed_like, show_as_int8
 from hfaccel.quant.rounding import Rounding
 from hfaccel.recipe import AUTO, PatchConfig
 from hfaccel.report import Report, build_report, model_bytes
@@ -317,6 +317,8 @@ def _apply_site(
             new = transform.apply(site, None)
         if new is None:
             return
+        if site.as_int8:
+            show_as_int8(new)
         if weight is not None and isinstance(transform, Rounding):
             shared[weight] = new
         record = Record(

@@ -116,17 +116,23 @@ class _Finder:
             module = self.owner(name)
             with compat.materialized(module):
                 why = unpackable(module)
-            parent, _, attribute = name.removesuffix(".base_layer").rpartition(".")
-            if not why and not is_fused_experts(module):
-                if compat.casts_to_weight(self.model.get_submodule(parent), attribute):
-                    why = (
-                        f"{type(self.model.get_submodule(parent)).__name__} casts its input to the "
-                        "weight's dtype"
-                    )
+            if not why and self._casts(name) == "always":
+                why = f"{type(self.model.get_submodule(self._place(name)[0])).__name__} casts to its dtype"
             if not why:
                 return ""
             self.skipped[name] = why
         return self.skipped[name]
+
+    def _place(self, name: str) -> tuple[str, str]:
+        """Parent and attribute under which the model, not an adapter, calls a module."""
+        parent, _, attribute = name.removesuffix(".base_layer").rpartition(".")
+        return parent, attribute
+
+    def _casts(self, name: str) -> str:
+        parent, attribute = self._place(name)
+        if self.owner_name(name) != name:  # a parameter of fused experts
+            return ""
+        return compat.casts_to_weight(self.model.get_submodule(parent), attribute)
 
     def owner_name(self, name: str) -> str:
         """Name of the module that a matrix's name leads to: itself, or the fused experts that hold it in
@@ -168,7 +174,8 @@ class _Finder:
 
     def _site(self, module: nn.Module, role: str, block: int | None, feeder: str | None) -> Site:
         aliases = tuple(self.aliases[id(module)])
-        return Site(module, aliases[0], role, block, feeder, aliases)
+        as_int8 = any(self._casts(alias) == "int8" for alias in aliases)
+        return Site(module, aliases[0], role, block, feeder, aliases, as_int8)
 
     def _twins(self, embedding: nn.Embedding) -> list[nn.Module]:
         return [

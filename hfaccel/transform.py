@@ -47,6 +47,7 @@ class Site:
         block: position of the block it belongs to in `Anatomy.blocks`, or None.
         feeder: name of the norm or linear whose output only this site's group of linears reads, or None.
         aliases: every dotted name that refers to the same module, `name` included.
+        as_int8: its parent casts inputs to the weight's dtype unless that is int8 (T5).
     """
 
     module: nn.Module
@@ -55,6 +56,7 @@ class Site:
     block: int | None = None
     feeder: str | None = None
     aliases: tuple[str, ...] = ()
+    as_int8: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

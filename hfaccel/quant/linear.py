@@ -71,7 +71,7 @@ class _PackedMatrix(_Packed):
     @property
     def packed(self) -> dict[str, Tensor]:
         """The tensors of the layout by name, shared, not copied."""
-        out = {"weight": self.weight, "weight_scale": self.weight_scale}
+        out = {"weight": self._parameters["weight"], "weight_scale": self.weight_scale}
         if self.weight_zero is not None:
             out["weight_zero"] = self.weight_zero
         return out
@@ -136,7 +136,7 @@ class QuantLinear(_PackedMatrix, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return qlinear(
             x,
-            self.weight,
+            self._parameters["weight"],
             self.weight_scale,
             self.weight_zero,
             self.bias,
@@ -147,6 +147,20 @@ class QuantLinear(_PackedMatrix, nn.Linear):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {describe(self.layout)}"
+
+
+class Int8Linear(QuantLinear):
+    """A QuantLinear that shows its codes as int8, for parents that cast inputs to any other dtype (T5)."""
+
+    @property
+    def weight(self) -> Tensor:
+        if (codes := self._parameters.get("weight")) is None:
+            raise AttributeError("weight")
+        shown = codes.view(torch.int8)
+        if not torch.compiler.is_compiling():
+            # Read from a file already: transformers, which fills what is not, looks at this.
+            shown._is_hf_initialized = getattr(codes, "_is_hf_initialized", False)
+        return shown
 
 
 class QuantEmbedding(_PackedMatrix, nn.Embedding):
@@ -475,9 +489,16 @@ def _like(original: nn.Module, module: nn.Module) -> nn.Module:
     return module.train(original.training)
 
 
+def show_as_int8(module: nn.Module) -> nn.Module:
+    """The module as a parent that spares int8 weights must see it."""
+    if type(module) is QuantLinear:
+        module.__class__ = Int8Linear
+    return module
+
+
 def codes_of(module: QuantLinear | QuantEmbedding) -> Tensor:
     """Unsigned codes uint8 [N, K] of a packed module (8 bits: signed code + 128)."""
-    return unpack_codes(module.weight, module.layout, *module.size)
+    return unpack_codes(module.packed["weight"], module.layout, *module.size)
 
 
 compat.extend_peft()
