@@ -4,46 +4,29 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from hfaccel.anatomy import Anatomy, Block, anatomy
 from hfaccel.errors import UnsupportedModel
-from hfaccel.quant.linear import QuantEmbedding, QuantExperts, QuantLinear
 from hfaccel.runtime import Unsupported
 from hfaccel.runtime.plan import ASKED, TOKENS, Buffer, Matrix, Op, Plan, View, acts_key
+from hfaccel.runtime.plan_experts import experts
 from hfaccel.runtime.plan_ops import (
     Act,
     Add,
     Attend,
     CacheWrite,
-    Dispatch,
     Embed,
-    Experts,
     Gather,
     Join,
     Logits,
     Matmul,
-    Mix,
     Norm,
     Quant,
     Rope,
     Rotary,
-    Route,
 )
-from hfaccel_kernels.layouts import ROWS as BLOCK_ROWS
+from hfaccel.runtime.plan_weights import ACTIVATION_OF, matrix_of, refuse_wrapped, split_rows
 
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu_erf",
-    "gelu_python": "gelu_erf",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-    "relu": "relu",
-    "quick_gelu": "quick_gelu",
-    "relu2": "relu2",
-}
 _PLACEMENTS = ("pre", "sandwich", "parallel", "post")
 _STATEFUL_ROPE = {"dynamic", "longrope"}
 
@@ -57,33 +40,12 @@ def build(model: nn.Module, *, hidden: bool = False) -> Plan:
         parts = anatomy(model)
     except UnsupportedModel as error:
         raise Unsupported(str(error)) from error
-    plan = _Builder(model, parts, hidden).plan()
+    plan = Builder(model, parts, hidden).plan()
     plan.check()
     return plan
 
 
-def refuse_wrapped(model: nn.Module) -> None:
-    """Raise Unsupported for what the records do not say and a forward does: hooks, adapters, dropout."""
-    for name, module in model.named_modules():
-        if "base_layer" in module._modules:
-            raise Unsupported(f"adapters: {name} is a {type(module).__name__}")
-        hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
-        if module is not model and hooks:
-            raise Unsupported(f"forward hooks on {name}")
-        if "forward" in vars(module) and module is not model:
-            raise Unsupported(f"the forward of {name} has been replaced")
-        if model.training and isinstance(module, nn.Dropout) and module.p > 0:
-            raise Unsupported(f"training mode with dropout at {name}")
-    if model.training:
-        rates = {
-            key: rate for key, rate in vars(model.config).items() if "drop" in key or key.endswith("pdrop")
-        }
-        on = [key for key, rate in rates.items() if isinstance(rate, float) and rate > 0]
-        if on:
-            raise Unsupported(f"training mode with {', '.join(on)}")
-
-
-class _Builder:
+class Builder:
     def __init__(self, model: nn.Module, parts: Anatomy, hidden: bool):
         refuse_wrapped(model)
         if parts.kind != "decoder" or parts.facts is None:
@@ -102,7 +64,7 @@ class _Builder:
             raise Unsupported(f"norm placement {facts.placement!r}")
         if facts.residual_from_norm:
             raise Unsupported("the residual is the norm's output")
-        if facts.activation not in _ACTIVATIONS:
+        if facts.activation not in ACTIVATION_OF:
             raise Unsupported(f"activation {facts.activation!r}")
         if facts.position not in ("rotary", "learned"):
             raise Unsupported(f"positions of kind {facts.position!r}")
@@ -316,7 +278,7 @@ class _Builder:
 
     def mlp_rest(self, block: Block, gate: View, up: View | None, rows: str) -> int:
         """Activation and last product of a dense MLP: the buffer of its result."""
-        kind = _ACTIVATIONS[self.facts.activation]
+        kind = ACTIVATION_OF[self.facts.activation]
         active = self.buffer("active", gate.size, rows)
         self.ops.append(
             Act(name=f"{block.name}.mlp.act", layer=block.index, gate=gate, up=up, out=active, kind=kind)
@@ -330,91 +292,10 @@ class _Builder:
     def mlp(self, block: Block, normed: int) -> int:
         rows = self.rows(normed)
         if block.mlp == "moe":
-            return self.experts(block, normed, rows)
+            return experts(self, block, normed, rows)
         parts, gate, up = self.mlp_inputs(block, rows)
         self.matmul(normed, parts, block.index)
         return self.mlp_rest(block, gate, up, rows)
-
-    def experts(self, block: Block, normed: int, rows: str) -> int:
-        """Router, and the chosen experts' gated MLPs on rows sorted by expert."""
-        roles, layer, facts = block.roles, block.index, self.facts
-        if facts.gate_up != "halves":
-            raise Unsupported(f"{block.name}: gate and up {facts.gate_up}")
-        router = self.modules[roles["router"]]
-        if getattr(router, "bias", None) is not None or "weight" not in router._parameters:
-            raise Unsupported(f"{roles['router']} is a {type(router).__name__}")
-        count = router.weight.shape[0]
-        k = next(
-            (getattr(router, name) for name in ("top_k", "num_experts_per_tok") if hasattr(router, name)), 0
-        )
-        if not 0 < k <= count:
-            raise Unsupported(f"{roles['router']}: {k} experts of {count}")
-        holder = self.modules[roles["experts_gate_up"].rpartition(".")[0]]
-        up_gate, down = (expert_matrix(roles[r], holder) for r in ("experts_gate_up", "experts_down"))
-        scores = self.buffer("router_scores", count, rows)
-        self.matmul(
-            normed, [(roles["router"], Matrix(count, router.weight.shape[1], router.weight), scores)], layer
-        )
-        chosen = self.buffer("chosen", k, rows, kind="i32")
-        weights = self.buffer("chosen_weights", k, rows)
-        self.ops.append(
-            Route(
-                name=f"{roles['router']}.choice",
-                layer=layer,
-                x=scores,
-                chosen=chosen,
-                weights=weights,
-                renormalize=facts.router_renormalize,
-            )
-        )
-        sent = self.buffer("dispatched", up_gate.k, rows, per_row=k)
-        self.ops.append(
-            Dispatch(
-                name=f"{block.name}.dispatch", layer=layer, x=normed, chosen=chosen, out=sent, experts=count
-            )
-        )
-        out, half = self.buffer("experts_gate_up", up_gate.n, rows, per_row=k), up_gate.n // 2
-        gate, up = View(out, 0, 1, half, half), View(out, half, 1, half, half)
-        whole = half % BLOCK_ROWS == 0
-        self.expert_product(
-            roles["experts_gate_up"],
-            up_gate,
-            sent,
-            chosen,
-            (gate, up) if whole else (self.whole(out),),
-            layer,
-        )
-        active = self.buffer("experts_active", half, rows, per_row=k)
-        kind = _ACTIVATIONS[facts.activation]
-        self.ops.append(
-            Act(name=f"{block.name}.experts.act", layer=layer, gate=gate, up=up, out=active, kind=kind)
-        )
-        each = self.buffer("experts_out", down.n, rows, per_row=k)
-        self.expert_product(roles["experts_down"], down, active, chosen, (self.whole(each),), layer)
-        mixed = self.buffer("mlp_out", down.n, rows)
-        self.ops.append(
-            Mix(
-                name=f"{block.name}.mix",
-                layer=layer,
-                y=each,
-                chosen=chosen,
-                weights=weights,
-                out=mixed,
-                experts=count,
-            )
-        )
-        return mixed
-
-    def expert_product(
-        self, name: str, matrix: Matrix, x: int, chosen: int, outs: tuple[View, ...], layer: int
-    ) -> None:
-        """One matrix of every expert on rows sorted by expert."""
-        if acts_key(matrix) is not None:
-            kind = {"kind": "acts", "acts": matrix, "per_row": self.buffers[x].per_row}
-            acts = self.buffer("experts_acts", matrix.k, self.rows(x), **kind)
-            self.ops.append(Quant(name=f"{name} input", layer=layer, x=x, out=acts))
-            x = acts
-        self.ops.append(Experts(name=name, layer=layer, x=x, chosen=chosen, outs=outs, matrix=matrix))
 
     def output(self, block: Block, joined: int) -> int:
         matrix = self.matrix(block.roles["o"])
@@ -530,67 +411,3 @@ def _joint_name(names: list[str]) -> str:
     owner = names[0].rpartition(".")[0]
     same = all(name.rpartition(".")[0] == owner for name in names)
     return f"{owner}.{'+'.join(n.rpartition('.')[2] for n in names)}" if same else "+".join(names)
-
-
-def matrix_of(name: str, module: nn.Module) -> Matrix:
-    """The weight of a linear, Conv1D or embedding, packed or not, in place.
-
-    Raises: Unsupported for anything that multiplies by more (or less) than a stored weight.
-    """
-    kind, bias = type(module), getattr(module, "bias", None)
-    if kind in (QuantLinear, QuantEmbedding):
-        n, k = module.size
-        return Matrix(n, k, module.weight, module.layout, module.weight_scale, module.weight_zero, bias)
-    if "weight" not in module._parameters:
-        raise Unsupported(f"{name} ({kind.__name__}): its weight is computed, not stored")
-    weight = module.weight
-    if isinstance(module, nn.Embedding):
-        if module.max_norm is not None:
-            raise Unsupported(f"{name}: embedding with max_norm")
-        return Matrix(*weight.shape, weight)
-    if kind.forward is Conv1D.forward:
-        return Matrix(module.nf, module.nx, weight, bias=bias, transposed=True)
-    if kind.forward is nn.Linear.forward:
-        return Matrix(*weight.shape, weight, bias=bias)
-    raise Unsupported(f"{name} is a {kind.__name__}")
-
-
-def expert_matrix(name: str, holder: nn.Module) -> Matrix:
-    """The stacked weights of fused experts, packed or not. Raises: Unsupported."""
-    leaf = name.rpartition(".")[2]
-    if getattr(holder, "is_transposed", False) or getattr(holder, f"{leaf}_bias", None) is not None:
-        raise Unsupported(f"{name}: experts stored transposed or with biases")
-    weight = getattr(holder, leaf, None)
-    if type(holder) is QuantExperts:
-        scale, zero = getattr(holder, f"{leaf}_scale"), getattr(holder, f"{leaf}_zero")
-        return Matrix(*holder.sizes[leaf], weight, holder.layout, scale, zero, experts=weight.shape[0])
-    if not isinstance(weight, torch.Tensor) or weight.dim() != 3:
-        raise Unsupported(f"{name} is not one stack of matrices")
-    return Matrix(weight.shape[1], weight.shape[2], weight, experts=weight.shape[0])
-
-
-def split_rows(matrix: Matrix, pieces: int) -> list[Matrix] | None:
-    """Views of `pieces` equal parts of the rows; None for a Conv1D or where a packed block would be cut."""
-    n = matrix.n // pieces
-    if matrix.transposed or matrix.n % pieces or (matrix.layout is not None and n % BLOCK_ROWS):
-        return None
-    if matrix.layout is None:
-        rows = [slice(i * n, (i + 1) * n) for i in range(pieces)]
-    else:
-        rows = [slice(i * n // BLOCK_ROWS, (i + 1) * n // BLOCK_ROWS) for i in range(pieces)]
-
-    def cut(tensor: torch.Tensor | None, part: slice) -> torch.Tensor | None:
-        return None if tensor is None else tensor.detach()[part]
-
-    return [
-        Matrix(
-            n,
-            matrix.k,
-            cut(matrix.weight, part),
-            matrix.layout,
-            cut(matrix.scale, part),
-            cut(matrix.zero, part),
-            cut(matrix.bias, slice(i * n, (i + 1) * n)),
-        )
-        for i, part in enumerate(rows)
-    ]
