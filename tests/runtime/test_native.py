@@ -333,6 +333,8 @@ def test_ropes_that_look_at_the_whole_input_are_refused(rope):
         executor(tiny.tiny("llama", rope_parameters=parameters))
 
 
+@pytest.mark.slow  # compiles the library for each
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", native.supported_isas()[1:])
 def test_other_instruction_sets_give_the_same_bits(name):
     """In a process of its own, since the choice is made once."""
