@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hfaccel.anatomy import Anatomy, default_sites
 from hfaccel.errors import PatchError, UnknownName
-from hfaccel.quant.linear import Round, pack_module, unpackable
+from hfaccel.quant.linear import Round, pack_module
 from hfaccel.transform import Site, Stage, Transform, Unit
 from hfaccel_kernels.layouts import Layout
 
@@ -69,15 +69,9 @@ class Rounding(Transform):
     def default_targets(self, anatomy: Anatomy) -> tuple[str, ...]:
         return tuple(name for name in default_sites(anatomy) if name != anatomy.head)
 
-    def round(self, weight: Tensor, layout: Layout, stats: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Codes uint8 [N, K], scales fp32 [N, G] already representable in the layout's dtype, zeros or
-        None.
-        """
-        raise NotImplementedError
-
     def rounder(self, matrix: Tensor, stats: Any) -> Round:
-        """What rounds rows of one whole matrix [N, K]."""
-        return lambda rows, layout: self.round(rows, layout, stats)
+        """What rounds rows of one whole matrix [N, K], given what calibration collected (None without)."""
+        raise NotImplementedError
 
     def apply(self, site: Site, stats: Any) -> nn.Module:
         check_finite(site)
@@ -141,14 +135,8 @@ def check_finite(site: Site) -> None:
             raise PatchError(f"{site.name}.{name}: {bad} of {tensor.numel()} values are NaN or infinite")
 
 
-def is_matrix(module: nn.Module) -> bool:
-    """Whether a module has a packed form and still its float weight."""
-    return not unpackable(module)
-
-
 def group_scale(peak: Tensor, steps: int, layout: Layout) -> Tensor:
-    """peak / steps, in fp32 holding a value of the layout's scale dtype, rounded up so that the grid covers
-    peak.
+    """peak / steps in fp32, rounded up to a value of the layout's scale dtype so that the grid covers peak.
 
     0 for a peak of 0, else no less than the smallest (fp16) or smallest normal (fp32) number.
     Raises: PatchError when a scale would overflow.
