@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,8 @@ class Report:
         out = [f"hfaccel: {self.recipe}", table(rows)]
         out += [f"{name}: {value}" for name, value in self.runs.items()]
         out += [f"kernel of {name}: {value}" for name, value in self.backends.items()]
-        out += [f"left alone: {name}: {why}" for name, why in self.skipped.items()]
+        left = Counter((starred(name), why) for name, why in self.skipped.items())
+        out += [f"left alone: {name}{f' ({n})' * (n > 1)}: {why}" for (name, why), n in left.items()]
         return "\n".join(out)
 
 
@@ -66,12 +68,16 @@ def layout_of(record: Record) -> str:
     return record.detail.rpartition(", ")[2] or record.transform
 
 
+def starred(name: str) -> str:
+    """A dotted name with block numbers starred out."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
 def _grouped(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
     """Records by (name with block numbers starred out, layout)."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
-        pattern = ".".join("*" if part.isdigit() else part for part in record.name.split("."))
-        groups.setdefault((pattern, layout_of(record)), []).append(record)
+        groups.setdefault((starred(record.name), layout_of(record)), []).append(record)
     return groups
 
 

@@ -45,7 +45,8 @@ class Snapshot:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.cls = type(model)
-        self.attributes = {key: value for key, value in vars(model).items() if not key.startswith("_")}
+        self.attributes = {key: vars(model)[key] for key in vars(model) if not key.startswith("_")}
+        self.names = set(vars(model))
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.classes = {name: type(module) for name, module in self.modules.items()}
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -60,7 +61,7 @@ class Snapshot:
         model = self.model
         assert type(model) is self.cls
         assert {k: v for k, v in vars(model).items() if not k.startswith("_")} == self.attributes
-        assert not hasattr(model, "_hfaccel")
+        assert vars(model).keys() == self.names
         modules = dict(model.named_modules(remove_duplicate=False))
         assert modules.keys() == self.modules.keys()
         assert all(modules[name] is module for name, module in self.modules.items())
@@ -226,7 +227,7 @@ def test_a_linear_with_a_forward_of_its_own_is_left_alone():
 
 def test_share_of_packed_bytes():
     """At least 95 % of the bytes of the linears of the two shapes that the figures are measured on."""
-    for model in (tiny("S135"), tiny("TL", vocab_size=32, hidden_size=128, intermediate_size=352)):
+    for model in (tiny("S135", vocab_size=2048), tiny("TL", vocab_size=32, hidden_size=128, intermediate_size=352)):
         linears = sum(m.weight.nbytes for m in model.modules() if isinstance(m, nn.Linear))
         hfaccel.patch(model, "int4")
         left = sum(
@@ -432,7 +433,7 @@ def test_meta_is_refused():
 
 @pytest.mark.parametrize("thing", [nn.Linear(3, 3), object(), "model", None])
 def test_other_things_are_no_models(thing):
-    with pytest.raises(PatchError, match="is not a transformers model, a PeftModel or a pipeline"):
+    with pytest.raises(PatchError, match="not a transformers model, a PeftModel or a pipeline"):
         hfaccel.patch(thing, "int8")
 
 
@@ -946,6 +947,8 @@ def test_report_of_a_runtime_patch_and_an_encoder():
     text = str(hfaccel.report(hfaccel.patch(tiny("bert"), "int8")))
     assert "BertForMaskedLM has no runtime" in text
     assert "left alone: cls.predictions" in text
+    text = str(hfaccel.report(hfaccel.patch(tiny("mixtral"), "int8")))
+    assert "left alone: model.layers.*.mlp.gate (2): not a target" in text
 
 
 def test_original_behaviour_needs_no_patch_of_other_models():
