@@ -64,6 +64,14 @@ def checkpoint_file(model: nn.Module, place: str, name: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def check_unquantized(model: nn.Module) -> None:
+    """Refuse a model that another method has quantized. One from GGUF says it is, but comes in float."""
+    method = getattr(model, "quantization_method", None)
+    method = getattr(method, "value", method)
+    if method not in (None, "gguf"):
+        raise PatchError(f"{type(model).__name__} is quantized by {method!r} already; load its float weights")
+
+
 # Weights that accelerate keeps elsewhere ------------------------------------------------------------------
 
 

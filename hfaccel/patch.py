@@ -112,7 +112,8 @@ def patch(
         target._hfaccel = state
     except BaseException:
         vars(target).pop("_hfaccel", None)
-        journal.rollback(target)
+        with torch.inference_mode(False):
+            journal.rollback(target)
         raise
     finally:
         release_memory()
@@ -129,7 +130,7 @@ def unpatch(model: Any) -> Any:
     target = inner_model(model)
     state = require_state(target)
     journal = require_journal(state)
-    with _alone(target, state, "unpatch(model)"):
+    with _alone(target, state, "unpatch(model)"), torch.inference_mode(False):
         journal.restore(target)
         del target._hfaccel
     release_memory()
@@ -229,6 +230,7 @@ def require_journal(state: State) -> Journal:
 # Applying -------------------------------------------------------------------------------------------------
 
 
+@torch.inference_mode(False)  # what is made here may be trained with later
 @torch.no_grad()
 def _apply(root: nn.Module, model: nn.Module, plan: Plan, state: State, progress: bool) -> None:
     journal = state.journal

@@ -45,6 +45,8 @@ class Plan:
         parts = anatomy(model)
         finder = _Finder(model, parts)
         transforms = list(config.transforms)
+        if any(t.rounds for t in transforms):
+            compat.check_unquantized(model)
         weighted = [t for t in transforms if t.rounds and not isinstance(t, Head)]
         if any(t.targets is None for t in weighted) and not any(isinstance(t, Head) for t in transforms):
             named = {name for t in weighted if t.targets is not None for name in finder.names(t)}

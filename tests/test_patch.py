@@ -227,7 +227,10 @@ def test_a_linear_with_a_forward_of_its_own_is_left_alone():
 
 def test_share_of_packed_bytes():
     """At least 95 % of the bytes of the linears of the two shapes that the figures are measured on."""
-    for model in (tiny("S135", vocab_size=2048), tiny("TL", vocab_size=32, hidden_size=128, intermediate_size=352)):
+    for model in (
+        tiny("S135", vocab_size=2048),
+        tiny("TL", vocab_size=32, hidden_size=128, intermediate_size=352),
+    ):
         linears = sum(m.weight.nbytes for m in model.modules() if isinstance(m, nn.Linear))
         hfaccel.patch(model, "int4")
         left = sum(
@@ -435,6 +438,28 @@ def test_meta_is_refused():
 def test_other_things_are_no_models(thing):
     with pytest.raises(PatchError, match="not a transformers model, a PeftModel or a pipeline"):
         hfaccel.patch(thing, "int8")
+
+
+def test_a_model_that_another_method_quantized_is_refused():
+    model = tiny("TL")
+    model.quantization_method = "bitsandbytes"
+    with pytest.raises(PatchError, match="LlamaForCausalLM is quantized by 'bitsandbytes' already"):
+        hfaccel.patch(model, "int8")
+    hfaccel.unpatch(hfaccel.patch(model, "runtime"))
+    model.quantization_method = "gguf"
+    hfaccel.patch(model, "int8")
+
+
+def test_a_patch_under_inference_mode_can_be_trained_with():
+    model = tiny("TL")
+    with torch.inference_mode():
+        hfaccel.patch(model, "int8")
+    x = ids(1, 5)
+    model(input_ids=x, labels=x).loss.backward()
+    with torch.inference_mode():
+        hfaccel.unpatch(model)
+    model(input_ids=x, labels=x).loss.backward()
+    assert model.lm_head.weight.grad is not None
 
 
 def test_models_without_layers_are_refused():

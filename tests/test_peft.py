@@ -205,6 +205,29 @@ def test_merge_and_unload():
     assert greedy.shape == (1, 9)
 
 
+def test_generate_sees_a_merge(monkeypatch):
+    """A plan that was built before the merge is not run after it."""
+    monkeypatch.setenv("HFACCEL_STRICT", "1")
+    model, x = hfaccel.patch(tiny("TL"), "int4"), ids(16, 6)
+    options = {
+        "max_new_tokens": 1,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "attention_mask": torch.ones_like(x),
+    }
+
+    def check(model):
+        top = logits(model, x)[:, -1].topk(2)
+        sure = top.values[:, 0] - top.values[:, 1] > 0.05
+        tokens = model.generate(x, **options)[:, -1]
+        assert sure.sum() > 8 and torch.equal(tokens[sure], top.indices[sure, 0])
+        return tokens
+
+    before = check(model)
+    merged = adapted(model).merge_and_unload()
+    assert not torch.equal(check(merged), before)
+
+
 def test_a_broken_adapter_is_refused_and_nothing_merged():
     model = adapted(hfaccel.patch(tiny("TL"), "int4"))
     layer = layers(model)[-1]

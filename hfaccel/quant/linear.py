@@ -121,7 +121,7 @@ class QuantLinear(_PackedMatrix, nn.Linear):
         self.in_features, self.out_features, self.layout = in_features, out_features, layout
         self._store(packed)
         self.register_parameter("bias", bias)
-        self.register_buffer("out_like", torch.empty(0, dtype=compute_dtype), persistent=False)
+        self.register_buffer("out_like", packed["weight"].new_empty(0, dtype=compute_dtype), persistent=False)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -189,7 +189,7 @@ class QuantEmbedding(_PackedMatrix, nn.Embedding):
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
         self.layout, self.multiplier, self.rounds_multiplier = layout, multiplier, rounds_multiplier
         self._store(packed)
-        self.register_buffer("out_like", torch.empty(0, dtype=compute_dtype), persistent=False)
+        self.register_buffer("out_like", packed["weight"].new_empty(0, dtype=compute_dtype), persistent=False)
 
     @property
     def size(self) -> tuple[int, int]:
