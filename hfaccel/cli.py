@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -98,6 +99,7 @@ def patch(
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")],
     recipe: Recipe = "int8",
     calibration: Annotated[Path | None, typer.Option(help="A text file, for methods that need data.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Patch a model and save it; hfaccel.from_pretrained loads the folder."""
     import hfaccel
@@ -109,8 +111,11 @@ def patch(
     hfaccel.patch(loaded, recipe, calibration=texts, tokenizer=tokenizer, keep_original=False)
     loaded.save_pretrained(output)
     tokenizer.save_pretrained(output)
-    print(hfaccel.report(loaded))
-    print(f"{output}: patched and saved in {time.perf_counter() - start:.1f} s")
+    made, seconds = hfaccel.report(loaded), time.perf_counter() - start
+    if as_json:
+        return print(json.dumps({"output": str(output), "seconds": seconds, **made.to_dict()}, indent=1))
+    print(made)
+    print(f"{output}: patched and saved in {seconds:.1f} s")
 
 
 @app.command()
@@ -194,19 +199,26 @@ def evaluate(
     off_grid: OffGrid = True,
     as_json: AsJson = False,
 ) -> None:
-    """Perplexity and, with a recipe, KL and top-1 agreement to the model before."""
+    """Perplexity and, with a recipe, KL and top-1 agreement to the model before.
+
+    A patched model is measured through the runner that serves its `generate`.
+    """
     import hfaccel
+    from hfaccel.generate import mixin
     from hfaccel.measure.corpus import text
     from hfaccel.measure.perplexity import kl, perplexity
     from hfaccel.measure.rows import load
+    from hfaccel.measure.runner_report import paged_logits
 
     loaded, tokenizer = load(model, off_grid=off_grid)
-    if recipe is None:
-        result = perplexity(loaded, tokenizer, text(data), windows=windows)
-    else:
+    if recipe is not None:
         reference, _ = load(model, off_grid=off_grid)
         hfaccel.patch(loaded, recipe, tokenizer=tokenizer, keep_original=False)
-        result = kl(loaded, reference, tokenizer, text(data), windows=windows)
+    served = partial(paged_logits, loaded) if hasattr(loaded, mixin.ATTRIBUTE) else loaded
+    if recipe is None:
+        result = perplexity(served, tokenizer, text(data), windows=windows)
+    else:
+        result = kl(served, reference, tokenizer, text(data), windows=windows)
     values = vars(result)
     if as_json:
         return print(json.dumps({"model": model, "recipe": recipe, "data": data, **values}, indent=1))
@@ -351,7 +363,7 @@ def main() -> None:
     except PatchError as error:
         print(f"hfaccel: {error}", file=sys.stderr)
         sys.exit(1)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         if os.environ.get("HFACCEL_LOG") == "debug":
             raise
         print(f"hfaccel: {type(error).__name__}: {error}", file=sys.stderr)

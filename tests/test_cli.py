@@ -54,6 +54,29 @@ def test_report_of_a_saved_folder_as_json(folder, tmp_path):
     assert {row["name"] for row in made["modules"]} >= {"lm_head", "model.layers.1.mlp.down_proj"}
 
 
+def test_patch_as_json(folder, tmp_path):
+    made = json.loads(run("patch", str(folder), "-o", str(tmp_path / "out"), "--json").stdout)
+    assert made["recipe"] == "int8" and made["output"] == str(tmp_path / "out") and made["seconds"] > 0
+
+
+def test_eval_measures_a_patched_model_through_its_runner(folder, tmp_path, monkeypatch):
+    from hfaccel.measure import runner_report
+
+    chunks, paged_logits = [], runner_report.paged_logits
+    monkeypatch.setattr(
+        runner_report, "paged_logits", lambda *args: chunks.append(args[1].shape) or paged_logits(*args)
+    )
+    data = tmp_path / "text.txt"
+    data.write_text("The three laws of motion are " * 200)
+    given = ("eval", str(folder), "--data", str(data), "--windows", "1", "--json")
+    plain = json.loads(run(*given).stdout)
+    assert chunks == [] and plain["tokens"] == 1023
+    made = json.loads(run(*given, "--recipe", "int8").stdout)
+    assert chunks == [(1, 1024)]
+    assert made["reference_perplexity"] == pytest.approx(plain["perplexity"], rel=1e-6)
+    assert 0 < made["kl"] < 0.1 and made["perplexity"] == pytest.approx(plain["perplexity"], rel=0.05)
+
+
 def test_generate_streams_text_and_repeats_with_a_seed(folder):
     args = (
         "generate",
@@ -82,6 +105,14 @@ def test_exit_codes_and_one_line_errors(folder, tmp_path):
     missing = command("report", str(tmp_path / "nowhere"))
     assert missing.returncode == 1 and "nowhere" in missing.stderr
     assert command("patch", str(folder)).returncode == 2
+
+
+def test_a_backend_that_cannot_serve_is_one_line(folder, monkeypatch):
+    monkeypatch.setenv("HFACCEL_BACKEND", "triton")
+    monkeypatch.setenv("HFACCEL_EXECUTOR", "modules")
+    done = command("generate", str(folder), "The three laws", "--recipe", "int8", "--max-new-tokens", "2")
+    assert done.returncode == 1 and "HFACCEL_BACKEND=triton" in done.stderr
+    assert done.stderr.strip().count("\n") == 0
 
 
 def test_doctor_finds_nothing_wrong_here():
