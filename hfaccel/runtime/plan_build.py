@@ -25,7 +25,7 @@ from hfaccel.runtime.plan_ops import (
     Rope,
     Rotary,
 )
-from hfaccel.runtime.plan_weights import ACTIVATION_OF, matrix_of, refuse_wrapped, split_rows
+from hfaccel.runtime.plan_weights import ACTIVATION_OF, activation, matrix_of, refuse_wrapped, split_rows
 
 _PLACEMENTS = ("pre", "sandwich", "parallel", "post")
 _STATEFUL_ROPE = {"dynamic", "longrope"}
@@ -278,12 +278,12 @@ class Builder:
 
     def mlp_rest(self, block: Block, gate: View, up: View | None, rows: str) -> int:
         """Activation and last product of a dense MLP: the buffer of its result."""
-        kind = ACTIVATION_OF[self.facts.activation]
+        name = block.roles["down"] if "down" in block.roles else block.roles["fc2"]
+        kind = activation(self.facts.activation, self.modules[name.rpartition(".")[0]])
         active = self.buffer("active", gate.size, rows)
         self.ops.append(
             Act(name=f"{block.name}.mlp.act", layer=block.index, gate=gate, up=up, out=active, kind=kind)
         )
-        name = block.roles["down"] if "down" in block.roles else block.roles["fc2"]
         matrix = self.matrix(name)
         out = self.buffer("mlp_out", matrix.n, rows)
         self.matmul(active, [(name, matrix, out)], block.index)

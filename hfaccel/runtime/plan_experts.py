@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hfaccel.runtime import Unsupported
 from hfaccel.runtime.plan import Matrix, View, acts_key
 from hfaccel.runtime.plan_ops import Act, Dispatch, Experts, Mix, Quant, Route
-from hfaccel.runtime.plan_weights import ACTIVATION_OF, expert_matrix
+from hfaccel.runtime.plan_weights import activation, expert_matrix
 from hfaccel_kernels.layouts import ROWS as BLOCK_ROWS
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def experts(builder: Builder, block: Block, normed: int, rows: str) -> int:
         layer,
     )
     active = builder.buffer("experts_active", half, rows, per_row=k)
-    kind = ACTIVATION_OF[facts.activation]
+    kind = activation(facts.activation, holder)
     builder.ops.append(
         Act(name=f"{block.name}.experts.act", layer=layer, gate=gate, up=up, out=active, kind=kind)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
 from hfaccel.quant.linear import QuantEmbedding, QuantExperts, QuantLinear
@@ -26,16 +27,29 @@ ACTIVATION_OF = {
 }
 
 
+_LIBRARIES = ("torch.", "transformers.", "hfaccel.")  # whose forwards the records describe
+_CAPTURE = "transformers.utils.output_capturing"  # its hooks stay, and act only when outputs are asked for
+
+
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raise Unsupported for what the records do not say and a forward does: hooks, adapters, dropout."""
+    """Raise Unsupported for what the records do not say and a forward does: hooks, adapters, dropout, other
+    code."""
+    every = nn.modules.module
+    if every._global_forward_hooks or every._global_forward_pre_hooks:
+        raise Unsupported("forward hooks on every module")
     for name, module in model.named_modules():
+        kind = type(module)
         if "base_layer" in module._modules:
-            raise Unsupported(f"adapters: {name} is a {type(module).__name__}")
-        hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
-        if module is not model and hooks:
-            raise Unsupported(f"forward hooks on {name}")
-        if "forward" in vars(module) and module is not model:
-            raise Unsupported(f"the forward of {name} has been replaced")
+            raise Unsupported(f"adapters: {name} is a {kind.__name__}")
+        if "parametrizations" in module._modules:
+            raise Unsupported(f"{name}: its tensors are computed, not stored")
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if any(getattr(hook, "__module__", "") != _CAPTURE for hook in hooks):
+            raise Unsupported(f"forward hooks on {name or kind.__name__}")
+        if _replaced(module, top=module is model):
+            raise Unsupported(f"the forward of {name or kind.__name__} has been replaced")
+        if not str(kind.forward.__module__).startswith(_LIBRARIES):
+            raise Unsupported(f"{name or kind.__name__} is a {kind.__name__} with a forward of its own")
         if model.training and isinstance(module, nn.Dropout) and module.p > 0:
             raise Unsupported(f"training mode with dropout at {name}")
     if model.training:
@@ -45,6 +59,29 @@ def refuse_wrapped(model: nn.Module) -> None:
         on = [key for key, rate in rates.items() if isinstance(rate, float) and rate > 0]
         if on:
             raise Unsupported(f"training mode with {', '.join(on)}")
+
+
+def _replaced(module: nn.Module, top: bool) -> bool:
+    """Whether the instance has a forward other than its class's, compiled or not."""
+    own = vars(module).get("forward")
+    if own is None and "forward" not in vars(module):
+        return False
+    if top and hasattr(module, "_hf_hook"):  # accelerate moves inputs and outputs of the whole model
+        return False
+    own = getattr(own, "_torchdynamo_orig_callable", own)
+    return getattr(own, "__func__", None) is not type(module).forward
+
+
+def activation(name: str, owner: nn.Module) -> str:
+    """What the plan calls transformers' activation `name`, which `owner` applies.
+
+    Raises: Unsupported where the owner's module is not the one that the name stands for.
+    """
+    for attribute in ("act_fn", "act", "activation_fn"):
+        found = getattr(owner, attribute, None)
+        if isinstance(found, nn.Module) and type(found) is not type(ACT2FN[name]):
+            raise Unsupported(f"{attribute} is a {type(found).__name__}, the config says {name}")
+    return ACTIVATION_OF[name]
 
 
 def matrix_of(name: str, module: nn.Module) -> Matrix:

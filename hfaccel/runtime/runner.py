@@ -37,6 +37,9 @@ EXECUTORS = {
 }
 
 
+_SETTINGS = (bool, int, float, str)  # plain attributes of a module or a config
+
+
 class Executor(Protocol):
     """What runs a step. A factory that cannot serve a model raises `Unsupported` with the reason."""
 
@@ -88,17 +91,19 @@ def choose(model: nn.Module) -> tuple[Executor, dict[str, str]]:
 
 
 def fingerprint(model: nn.Module) -> int:
-    """A number that changes when a module is replaced, a tensor moved or re-typed, an adapter or hook
-    changed."""
-    parts: list = [model.config._attn_implementation]
+    """A number that changes when a module, its code or a setting is replaced, a tensor moved or re-typed, an
+    adapter or hook changed."""
+    every = nn.modules.module
+    parts: list = [len(every._global_forward_hooks), len(every._global_forward_pre_hooks)]
+    parts += [(name, value) for name, value in vars(model.config).items() if type(value) in _SETTINGS]
     for module in model.modules():
+        own = vars(module)
         parts += (id(module), type(module), len(module._forward_hooks), len(module._forward_pre_hooks))
+        parts += (id(type(module).forward), id(own.get("forward")))
+        parts += [value for value in own.values() if type(value) in _SETTINGS]  # eps, scaling, top_k, ...
         for tensors in (module._parameters, module._buffers):
             parts += [(name, x.data_ptr(), x.dtype, x.shape) for name, x in tensors.items() if x is not None]
-        parts.append(
-            str(getattr(module, "_active_adapter", "")) + str(getattr(module, "_disable_adapters", ""))
-        )
-        parts.append(getattr(module, "weights_version", None))
+        parts.append(str(own.get("_active_adapter", "")) + str(own.get("_disable_adapters", "")))
     return hash(tuple(parts))
 
 

@@ -4,6 +4,8 @@ import re
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 
 import tiny
 from hfaccel.runtime import Unsupported
@@ -157,3 +159,57 @@ def test_join_belongs_to_its_attention():
     attend = Attend(name="x", q=view, k=view, v=view, out=0, scale=1.0)
     with pytest.raises(Unsupported):
         plan_of(Join(name="x", x=1, out=0, attend=attend), buffers=[A, Buffer("c", 8, TOKENS)])
+
+
+def _class(model):
+    mlp = model.model.layers[0].mlp
+    mlp.__class__ = type("Other", (type(mlp),), {"forward": lambda self, x: -x})
+
+
+def _all_modules(model):
+    return nn.modules.module.register_module_forward_hook(lambda module, args, out: None)
+
+
+def _compiled_top(model):
+    model.forward = torch.compile(model.forward, backend="eager")
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        (lambda m: setattr(m, "forward", lambda *a, **k: None), "the forward of LlamaForCausalLM"),
+        (lambda m: setattr(m.model.layers[1].mlp, "forward", torch.neg), "the forward of model.layers.1.mlp"),
+        (lambda m: m.register_forward_hook(lambda *a: None), "forward hooks on LlamaForCausalLM"),
+        (_all_modules, "forward hooks on every module"),
+        (_class, "model.layers.0.mlp is a Other with a forward of its own"),
+        (lambda m: setattr(m.model.layers[0].mlp, "act_fn", nn.ReLU()), "act_fn is a ReLU"),
+        (
+            lambda m: register_parametrization(m.model.norm, "weight", nn.Identity()),
+            "model.norm: its tensors are computed",
+        ),
+    ],
+)
+def test_code_that_is_not_the_librarys_is_refused(change, why):
+    model = tiny.tiny("llama")
+    handle = change(model)
+    try:
+        with pytest.raises(Unsupported, match=re.escape(why)):
+            build(model)
+    finally:
+        if change is _all_modules:
+            handle.remove()
+
+
+def test_a_class_whose_forward_was_exchanged_is_refused(monkeypatch):
+    model = tiny.tiny("llama")
+    monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", lambda self, x: -x)
+    with pytest.raises(Unsupported, match="with a forward of its own"):
+        build(model)
+
+
+def test_compiled_forwards_and_hooks_that_only_capture_are_no_obstacle():
+    model = tiny.tiny("llama")
+    model(tiny.ids(1, 3), output_hidden_states=True, output_attentions=True)
+    assert any(module._forward_hooks for module in model.modules())  # transformers leaves them there
+    _compiled_top(model)
+    build(model)

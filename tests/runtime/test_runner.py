@@ -268,3 +268,30 @@ def test_no_thread_moves_pages_under_a_step():
     grow.join()
     assert run.pool.capacity >= 1000
     sequence.free()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m.model.layers[0].mlp, "forward", torch.neg),
+        lambda m: setattr(m.model.layers[0].mlp, "__class__", torch.nn.Identity),
+        lambda m: setattr(m.model.layers[0].input_layernorm, "variance_epsilon", 5.0),
+        lambda m: setattr(m.model.layers[0].self_attn, "scaling", 1.0),
+        lambda m: setattr(m.model.layers[0].mlp.gate, "top_k", 1),
+        lambda m: setattr(m.config, "final_logit_softcapping", 3.0),
+        lambda m: m.model.layers[0].register_forward_hook(print),
+    ],
+)
+def test_every_change_that_a_plan_would_miss_rebuilds_the_executor(change):
+    model, run = running("mixtral")
+    before = run.refresh()
+    assert run.refresh() is before
+    change(model)
+    assert run.refresh() is not before
+
+
+def test_a_class_whose_forward_is_exchanged_rebuilds_the_executor(monkeypatch):
+    model, run = running()
+    before = run.refresh()
+    monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", lambda self, x: -x)
+    assert run.refresh() is not before
