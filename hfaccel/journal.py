@@ -3,8 +3,7 @@
 A tensor is journaled before it is freed: as a reference into the checkpoint the model was loaded from, if
 the bits there are those in memory, else in a safetensors file of its own under a spill folder. The original
 module and parameter objects are kept, emptied (`param.data` of zero elements): undoing gives back the same
-objects. A journal belongs to one process: a copied or pickled model carries none. It holds no reference to
-the model.
+objects. A journal belongs to one process, a copied or pickled model has none, and it refers to no model.
 """
 
 from __future__ import annotations

@@ -137,9 +137,7 @@ class _Finder:
         return compat.casts_to_weight(self.model.get_submodule(parent), attribute)
 
     def owner_name(self, name: str) -> str:
-        """Name of the module that a matrix's name leads to: itself, or the fused experts that hold it in
-        3-D.
-        """
+        """Name of the module that a matrix's name leads to: itself, or the fused experts that hold it."""
         try:
             self.model.get_submodule(name)
             return name

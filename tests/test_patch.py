@@ -12,13 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM, pipeline
+from transformers import LlamaConfig, LlamaForCausalLM, pipeline
 
 import hfaccel
 from dequantized import difference, oracle
 from hfaccel import RTN, Head, PatchError
 from hfaccel.errors import AlreadyPatched, UnsupportedModel
+from hfaccel.measure import memory
 from hfaccel.quant.linear import QuantEmbedding, QuantExperts, QuantLinear, codes_of, is_packed
+from hfaccel.recipe import PatchConfig
+from hfaccel.sites import Plan
 from tiny import DECODERS, FAMILIES, ids, tiny
 
 EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
@@ -225,20 +228,27 @@ def test_a_linear_with_a_forward_of_its_own_is_left_alone():
         hfaccel.patch(model, RTN(targets="model.layers.1.mlp.up_proj"))
 
 
-def test_share_of_packed_bytes():
-    """At least 95 % of the bytes of the linears of the two shapes that the figures are measured on."""
-    for model in (
-        tiny("S135", vocab_size=2048),
-        tiny("TL", vocab_size=32, hidden_size=128, intermediate_size=352),
-    ):
-        linears = sum(m.weight.nbytes for m in model.modules() if isinstance(m, nn.Linear))
-        hfaccel.patch(model, "int4")
-        left = sum(
-            m.weight.nbytes
-            for m in model.modules()
-            if isinstance(m, nn.Linear) and not isinstance(m, QuantLinear)
-        )
-        assert left <= 0.05 * linears
+SMOLLM2 = {  # 135M
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49_152,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize("shape", [SMOLLM2, memory.SHAPE], ids=["SmolLM2", "1.17B"])
+def test_share_of_packed_bytes(shape):
+    """At least 95 % of the bytes of the linears, at the shapes themselves and without their data."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    linears = {name: m.weight.nbytes for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    assert len(linears) == 7 * shape["num_hidden_layers"] + 1
+    plan = Plan.of(model, PatchConfig.of("int4"))
+    packed = {site.name for transform, sites in plan.work if transform.rounds for site in sites}
+    assert sum(linears.get(name, 0) for name in packed) >= 0.95 * sum(linears.values())
 
 
 # The head and tied embeddings (case P1) -----------------------------------------------------------------
