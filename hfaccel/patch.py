@@ -7,7 +7,7 @@ import ctypes
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -249,12 +249,7 @@ def _apply(root: nn.Module, model: nn.Module, plan: Plan, state: State, progress
     settle(model, [transform for transform, _ in plan.work], state, journal.on_undo)
 
 
-def settle(
-    model: nn.Module,
-    transforms: list[Transform],
-    state: State,
-    on_undo: Callable[[Callable[[nn.Module], None]], None],
-) -> None:
+def settle(model: nn.Module, transforms: list[Transform], state: State, on_undo: checkpoint.OnUndo) -> None:
     """What follows the change of modules, in `patch` and in loading: marks, refusals, the runtime.
 
     The config must be the model's own. `on_undo` takes functions of the model that take a step back.
@@ -269,11 +264,7 @@ def settle(
     install_runtime(model, transforms, on_undo)
 
 
-def install_runtime(
-    model: nn.Module,
-    transforms: list[Transform],
-    on_undo: Callable[[Callable[[nn.Module], None]], None],
-) -> None:
+def install_runtime(model: nn.Module, transforms: list[Transform], on_undo: checkpoint.OnUndo) -> None:
     """Let `generate` run over the paged cache and the fastest executor; models that do not generate stay."""
     from hfaccel.generate import mixin
 
