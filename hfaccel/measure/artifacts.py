@@ -7,19 +7,10 @@ from pathlib import Path
 
 from hfaccel.demo import cache_dir, demo_folder, demo_gguf
 from hfaccel.errors import PatchError
+from hfaccel.measure import memory
 
-RANDOM = {  # shapes by name, random weights: speed alone
-    "random-1.17b": {
-        "vocab_size": 49152,
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 22,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": False,
-    }
-}
+# Shapes by name, random weights: speed alone.
+RANDOM = {"random-1.17b": memory.SHAPE | {"max_position_embeddings": 8192}}
 
 
 def folder(model: str, *, off_grid: bool = False) -> Path:
