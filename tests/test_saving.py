@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import hfaccel
 from hfaccel import saving
@@ -279,3 +279,29 @@ def test_generation_goes_on_after_saving(tmp_path):
     before = model.generate(prompt, max_new_tokens=5, do_sample=False)
     model.save_pretrained(tmp_path)
     assert torch.equal(model.generate(prompt, max_new_tokens=5, do_sample=False), before)
+
+
+def test_a_save_cut_off_is_refused_by_the_model_class_too(tmp_path, monkeypatch):
+    """A class whose folder has no config would make random weights of its default sizes."""
+    model = patched(tiny("TL"), "int8")
+    model.save_pretrained(tmp_path)
+    replace = os.replace
+
+    def die_at_the_weights(source, target):
+        if str(target).endswith(".safetensors"):
+            raise OSError("the disk is gone")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", die_at_the_weights)
+    with pytest.raises(OSError, match="the disk is gone"):
+        model.save_pretrained(tmp_path)
+    monkeypatch.undo()
+    for load in (
+        LlamaForCausalLM.from_pretrained,
+        AutoModelForCausalLM.from_pretrained,
+        hfaccel.from_pretrained,
+    ):
+        with pytest.raises((OSError, ValueError)):
+            load(tmp_path)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(reload(model, tmp_path)), logits(model))
