@@ -1,8 +1,8 @@
 """Writing a folder: `save_pretrained` of a patched model, atomic, with a card that says how to load it.
 
 Files are written into a new folder beside the target and moved when all of them are there. Over an existing
-folder config.json is replaced by a note that no loader can read first, and by the new one last: a process that
-is killed in the middle leaves the old folder, the new one, or one that is refused, never a mixture.
+folder config.json is replaced by a note that no loader can read first, and by the new one last: a process
+that is killed in the middle leaves the old folder, the new one, or one that is refused, never a mixture.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _move_files(folder: Path, target: Path, variant: str | None) -> None:
     stale = re.compile(_WEIGHTS.format(variant=re.escape(f".{variant}") if variant else ""))
     if CONFIG in new:
         # Not removed: a model class whose folder has no config loads random weights of its default sizes.
-        (folder / INTERRUPTED).write_text("saving was interrupted: this folder holds no whole model\n", "utf-8")
+        (folder / INTERRUPTED).write_text("saving was interrupted: no whole model is here\n", "utf-8")
         os.replace(folder / INTERRUPTED, target / CONFIG)
         for path in target.iterdir():
             if path.name not in new and stale.fullmatch(path.name):
