@@ -34,8 +34,10 @@ def test_int8_is_near_lossless_and_int4_no_worse_than_plain_rounding():
     hfaccel.patch(model, "int8")
     int8 = kl(model, theirs, None, ids, **CUT)
     hfaccel.unpatch(model)
-    assert int8.perplexity <= 1.005 * int8.reference_perplexity
-    assert int8.kl < 0.01 and int8.top1_agreement > 0.93
+    # KL tells on 1,533 tokens what perplexity tells on 40,920 (`hfaccel eval`: within 0.5 %): there its sampling
+    # error alone is about that much.
+    assert int8.kl < 0.006 and int8.top1_agreement > 0.93
+    assert int8.perplexity <= 1.01 * int8.reference_perplexity
     hfaccel.patch(model, "int4")
     int4 = kl(model, theirs, None, ids, **CUT)
     hfaccel.unpatch(model)
