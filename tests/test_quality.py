@@ -34,8 +34,8 @@ def test_int8_is_near_lossless_and_int4_no_worse_than_plain_rounding():
     hfaccel.patch(model, "int8")
     int8 = kl(model, theirs, None, ids, **CUT)
     hfaccel.unpatch(model)
-    # KL tells on 1,533 tokens what perplexity tells on 40,920 (`hfaccel eval`: within 0.5 %): there its sampling
-    # error alone is about that much.
+    # KL tells on 1,533 tokens what perplexity tells on 40,920 (`hfaccel eval`: within 0.5 %), whose sampling
+    # error is about that much here.
     assert int8.kl < 0.006 and int8.top1_agreement > 0.93
     assert int8.perplexity <= 1.01 * int8.reference_perplexity
     hfaccel.patch(model, "int4")

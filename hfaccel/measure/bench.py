@@ -100,7 +100,9 @@ def bench(
     peers = [parse_peer(name) for name in against]
     folder = artifacts.folder(model, off_grid=off_grid)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompt = prompt_ids(tokenizer, text("wikitext2_test"), prompt_tokens, batch).tolist()
+    # Another prompt each round: some tools keep the pages of a prompt that they have seen.
+    rows_of_text = prompt_ids(tokenizer, text("wikitext2_test"), prompt_tokens, batch * (rounds + 1))
+    prompts = rows_of_text.view(rounds + 1, batch, prompt_tokens).tolist()
     base = {
         "model": model if model == "demo" else str(folder),
         "folder": str(folder),
@@ -128,14 +130,14 @@ def bench(
             row.process = _start(worker, python, spec)
             row.info = row.ask().get("info", {})
             if row.process:
-                row.ask({"prompt": prompt, "new_tokens": min(4, new_tokens)})
+                row.ask({"prompt": prompts[rounds], "new_tokens": min(4, new_tokens)})
         for turn in range(rounds):
             say(f"round {turn + 1} of {rounds}")
             bandwidth.append(read_bandwidth(threads))
             for row in rows if turn % 2 == 0 else rows[::-1]:
                 if row.process:
                     time.sleep(0.2)  # idle threads of the one before go to sleep
-                    reply = row.ask({"prompt": prompt, "new_tokens": new_tokens})
+                    reply = row.ask({"prompt": prompts[turn], "new_tokens": new_tokens})
                     if "error" not in reply:
                         row.samples.append((reply["first_s"], reply["total_s"]))
     finally:

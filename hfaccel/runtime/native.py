@@ -20,7 +20,7 @@ from hfaccel.runtime import Unsupported
 from hfaccel.runtime.plan import ASKED, Op, Plan
 from hfaccel.runtime.plan_abi import PAGES_I8, Encoded, Pages, Step, bind
 from hfaccel.runtime.plan_build import build
-from hfaccel_kernels import native
+from hfaccel_kernels import dispatch, native
 
 REPLICATE_TOKENS = 2  # steps up to this size do row records in every thread; see csrc/plan.h
 
@@ -194,4 +194,6 @@ def executor(model: nn.Module) -> Native:
     """The executor of a CPU model. Raises: Unsupported, with the reason."""
     if model.device.type != "cpu":
         raise Unsupported(f"the model is on {model.device}")
+    if (backend := dispatch.forced()) not in ("auto", "native"):
+        raise Unsupported(f"HFACCEL_BACKEND={backend}")
     return Native(model)

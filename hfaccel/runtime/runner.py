@@ -128,13 +128,14 @@ class Runner:
         self.executor: Executor | None = None
         self.skipped: dict[str, str] = {}
         self._fingerprint: int | None = None
-        self._asked: str | None = None
+        self._asked: tuple[str, str] | None = None
         self.steps = 0
 
     def refresh(self) -> Executor:
         """The executor, rebuilt if the model is no longer what it was built for; call once per request."""
         with self.lock:
-            now, asked = fingerprint(self.model), os.environ.get("HFACCEL_EXECUTOR", "auto")
+            now = fingerprint(self.model)
+            asked = (os.environ.get("HFACCEL_EXECUTOR", "auto"), os.environ.get("HFACCEL_BACKEND", "auto"))
             if self.executor is None or now != self._fingerprint or asked != self._asked:
                 self.executor = None
                 self.executor, self.skipped = choose(self.model)

@@ -221,7 +221,7 @@ def test_graphs_replay_equals_modules(family):
     prompts = [ids(1, n, seed=n)[0] for n in (3, 9, 14)]
     rows = [p.clone() for p in prompts]
     run.executor = executor = Graphs(model, capture=stub, device="cpu")
-    run._fingerprint, run._asked = runner.fingerprint(model), "modules"
+    run._fingerprint, run._asked = runner.fingerprint(model), ("modules", "auto")
     sequences = [run.sequence() for _ in prompts]
     logits = run.prefill(prompts, [torch.arange(len(p)) for p in prompts], sequences)
     alive = [0, 1, 2]
@@ -295,3 +295,15 @@ def test_a_class_whose_forward_is_exchanged_rebuilds_the_executor(monkeypatch):
     before = run.refresh()
     monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", lambda self, x: -x)
     assert run.refresh() is not before
+
+
+def test_a_forced_kernel_backend_binds_the_plan(monkeypatch):
+    model = tiny("llama")
+    made = runner.Runner(model)
+    monkeypatch.setenv("HFACCEL_EXECUTOR", "auto")
+    assert made.refresh().name == "native"
+    monkeypatch.setenv("HFACCEL_BACKEND", "reference")
+    assert made.refresh().name == "modules" and "HFACCEL_BACKEND" in made.skipped["native"]
+    monkeypatch.setenv("HFACCEL_BACKEND", "fast")
+    with pytest.raises(ValueError, match="known are auto, reference, native, triton"):
+        made.refresh()

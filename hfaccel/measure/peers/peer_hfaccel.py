@@ -1,4 +1,4 @@
-"""hfaccel itself: the model patched with the recipe in `spec["variant"]`, through `model.generate`."""
+"""hfaccel itself, through `model.generate`: `variant` is a recipe, or bf16 / fp32 for `runtime` in it."""
 
 import os
 import sys
@@ -16,8 +16,10 @@ def load(spec):
     from hfaccel.measure.speed import generate_once
 
     torch.set_num_threads(spec["threads"])
-    model, tokenizer = load_model(spec["model"], off_grid=spec["off_grid"], dtype=spec["dtype"])
-    hfaccel.patch(model, spec["variant"], tokenizer=tokenizer, keep_original=False, progress=False)
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(spec["variant"])
+    recipe = spec["variant"] if dtype is None else "runtime"
+    model, tokenizer = load_model(spec["model"], off_grid=spec["off_grid"], dtype=dtype or spec["dtype"])
+    hfaccel.patch(model, recipe, tokenizer=tokenizer, keep_original=False, progress=False)
     made = hfaccel.report(model)
 
     def run(prompt, new_tokens):
