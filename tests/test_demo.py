@@ -436,11 +436,12 @@ def test_real_model_answers():
 
 
 @pytest.mark.real
+@pytest.mark.slow
 def test_real_perplexity_on_and_off_the_grid():
-    """Three windows of the protocol's forty: 20.13, where all forty give 21.38 for both."""
+    """Two windows of the protocol's forty: 17.57, where all forty give 21.38 for both."""
     (plain, tokenizer), (twin, _) = demo_model(), demo_model(off_grid=True)
-    result = kl(twin, plain, tokenizer, text(), windows=3)
-    assert result.windows == 3 and result.tokens == 3 * 1023
-    assert result.reference_perplexity == pytest.approx(20.13, rel=1e-3)
+    result = kl(twin, plain, tokenizer, text(), windows=2)
+    assert result.windows == 2 and result.tokens == 2 * 1023
+    assert result.reference_perplexity == pytest.approx(17.57, rel=1e-3)
     assert result.perplexity == pytest.approx(result.reference_perplexity, rel=1e-4)
     assert result.kl < 1e-6 and result.top1_agreement > 0.999
