@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 import torch
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 
 from hfaccel.cache.paged import PagedCache
 from hfaccel.cache.pool import Sequence
@@ -110,6 +110,58 @@ class Rows:
             self.sequences.pop().free()
 
 
+def plain_limits(stopping_criteria, input_ids: torch.Tensor) -> tuple[int, frozenset[int]] | None:
+    """(maximum length, end tokens) if the criteria are no more than that, else None."""
+    length, ends = 0, frozenset()
+    for criteria in stopping_criteria:
+        if type(criteria) is MaxLengthCriteria:
+            length = criteria.max_length
+            table = criteria.max_position_embeddings
+            if table is not None and length > table:  # transformers warns once it is passed
+                return None
+        elif type(criteria) is EosTokenCriteria:
+            ends = frozenset(criteria.eos_token_id.tolist())
+        else:
+            return None
+    return (length, ends) if length > input_ids.shape[1] else None
+
+
+def greedy(
+    rows: Rows,
+    logits: torch.Tensor,
+    input_ids: torch.Tensor,
+    length: int,
+    ends: frozenset[int],
+    pad: torch.Tensor | None,
+    streamer,
+) -> torch.Tensor:
+    """The loop of `sample` for what most calls are: arg-max, no processors, an end by length or end token.
+
+    A token costs a dozen small operations less than in `sample`: after a step the caches hold weights, every
+    operation in Python starts cold, and on a small model that is a fifth of the time.
+    """
+    batch, at = input_ids.shape
+    ids = input_ids.new_full((batch, length), 0 if pad is None else int(pad))
+    ids[:, :at] = input_ids
+    alive = None  # all rows
+    while True:
+        tokens = logits.argmax(-1)
+        ids[slice(None) if alive is None else alive, at] = tokens
+        at += 1
+        if streamer is not None:
+            streamer.put(ids[:, at - 1].cpu())
+        if ends:
+            left = range(batch) if alive is None else alive
+            left = [row for row, token in zip(left, tokens.tolist(), strict=True) if token not in ends]
+            alive = None if len(left) == batch else left
+        if at == length or alive == []:
+            break
+        logits = rows.step(ids[:, at - 1], alive)
+    if streamer is not None:
+        streamer.end()
+    return ids[:, :at]
+
+
 def sample(
     runner: Runner,
     input_ids: torch.Tensor,
@@ -146,6 +198,9 @@ def sample(
     try:
         ids, positions = rows_of(input_ids, attention_mask, position_ids)
         out = rows.prefill(ids[::copies], positions[::copies], copies, new_tokens, config.prefill_chunk_size)
+        plain = not (detailed or config.do_sample or logits_processor)
+        if plain and (limits := plain_limits(stopping_criteria, input_ids)) is not None:
+            return greedy(rows, out, input_ids, *limits, pad, streamer)
         logits = out.to(copy=True, dtype=torch.float32, device=input_ids.device)
         while True:
             step_scores = logits_processor(input_ids, logits)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -56,24 +58,32 @@ def prompt_ids(
     return torch.tensor(ids[: batch * tokens]).view(batch, tokens)
 
 
+@contextmanager
+def endless(model: Any) -> Iterator[None]:
+    """No end token inside the block: a run is as long as asked without a processor that forbids one."""
+    config = model.generation_config
+    ends, pad = config.eos_token_id, config.pad_token_id
+    config.eos_token_id, config.pad_token_id = None, 0 if pad is None else pad
+    try:
+        yield
+    finally:
+        config.eos_token_id, config.pad_token_id = ends, pad
+
+
 def generate_once(model: Any, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
     """(seconds to the first token, seconds in all) of one greedy `generate` of exactly `new_tokens`."""
-    options = {"do_sample": False, "min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
-    mask = torch.ones_like(ids)
-    pad = model.generation_config.pad_token_id
-    pad = {} if pad is not None else {"pad_token_id": 0}
-    streamer = _FirstToken() if ids.shape[0] == 1 else None  # transformers streams one row only
-    start = time.perf_counter()
-    if streamer is None:
-        model.generate(
-            ids, attention_mask=mask, **{**options, "min_new_tokens": 1, "max_new_tokens": 1}, **pad
-        )
+    options = {"do_sample": False, "attention_mask": torch.ones_like(ids)}
+    with endless(model):
+        start = time.perf_counter()
+        if ids.shape[0] == 1:
+            streamer = _FirstToken()
+            model.generate(ids, max_new_tokens=new_tokens, streamer=streamer, **options)
+            return streamer.first - start, time.perf_counter() - start
+        model.generate(ids, max_new_tokens=1, **options)  # transformers streams one row only
         first = time.perf_counter() - start
         start = time.perf_counter()
-        model.generate(ids, attention_mask=mask, **options, **pad)
+        model.generate(ids, max_new_tokens=new_tokens, **options)
         return first, time.perf_counter() - start
-    model.generate(ids, attention_mask=mask, streamer=streamer, **options, **pad)
-    return streamer.first - start, time.perf_counter() - start
 
 
 def speed(model: Any, ids: torch.Tensor, new_tokens: int = 64, repeats: int = 3, warmup: int = 1) -> Speed:

@@ -29,8 +29,10 @@ def load(spec):
 def runner(model):
     import torch
 
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+
     def generate(ids, tokens, **extra):
-        options = {"do_sample": False, "min_new_tokens": tokens, "max_new_tokens": tokens, "pad_token_id": 0}
+        options = {"do_sample": False, "max_new_tokens": tokens}
         return model.generate(ids, attention_mask=torch.ones_like(ids), **options, **extra)
 
     def run(prompt, new_tokens):
