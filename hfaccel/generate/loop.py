@@ -49,6 +49,7 @@ class Rows:
         self.runner, self.limit = runner, limit
         self.sequences: list[Sequence] = []
         self.positions: torch.Tensor | None = None  # [B] of the next token
+        self.every: torch.Tensor | None = None  # arange(B)
 
     def prefill(self, ids, positions, copies: int, new_tokens: int, chunk_tokens: int | None) -> torch.Tensor:
         """Run the prompts; each becomes `copies` rows that share its pages. Returns [B * copies, vocab]."""
@@ -72,6 +73,7 @@ class Rows:
             self.sequences[:] = ordered
         last = torch.stack([p[-1] for p in positions]) + 1
         self.positions = last.repeat_interleave(copies)
+        self.every = torch.arange(len(self.positions), device=self.positions.device)
         return logits.repeat_interleave(copies, dim=0)
 
     def step(self, tokens: torch.Tensor, rows: list[int] | None) -> torch.Tensor:
@@ -87,9 +89,7 @@ class Rows:
         if self.limit is not None:
             self._check(int(positions.max()))
         count = len(sequences)
-        return self.runner.step(
-            tokens, positions, sequences, [1] * count, torch.arange(count, device=tokens.device)
-        )
+        return self.runner.step(tokens, positions, sequences, [1] * count, self.every[:count])
 
     def _check(self, position: int) -> None:
         if self.limit is not None and position >= self.limit:
