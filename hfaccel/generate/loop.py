@@ -137,8 +137,7 @@ def greedy(
 ) -> torch.Tensor:
     """The loop of `sample` for what most calls are: arg-max, no processors, an end by length or end token.
 
-    A token costs a dozen small operations less than in `sample`: after a step the caches hold weights, every
-    operation in Python starts cold, and on a small model that is a fifth of the time.
+    A token costs a dozen small tensor operations less than in `sample`, and no fp32 copy of the logits.
     """
     batch, at = input_ids.shape
     ids = input_ids.new_full((batch, length), 0 if pad is None else int(pad))
