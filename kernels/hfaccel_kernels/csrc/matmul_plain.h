@@ -15,7 +15,13 @@ static inline void plain_tile(const void* rows, int64_t ld, int64_t k, const flo
     for (int t = 0; t < T; ++t)
         for (int r = 0; r < 4; ++r) acc[t][r] = splat(0.0f);
     const int64_t whole = k / 16 * 16;
+    // One token is done before memory has brought the next rows: ask for them a tile ahead. A row is too short a
+    // stream for the hardware's own prefetcher.
+    constexpr int64_t size = DTYPE == HFA_F32 ? 4 : 2, kLine = 64 / size;
+    const char* next = static_cast<const char*>(rows) + 4 * ld * size;
     for (int64_t at = 0; at < whole; at += 16) {
+        if (T == 1 && at % kLine == 0)
+            for (int r = 0; r < 4; ++r) HFA_PREFETCH(next + (r * ld + at) * size);
         Vf w[4];
         for (int r = 0; r < 4; ++r) w[r] = load_as(rows, r * ld + at, DTYPE);
         for (int t = 0; t < T; ++t) {
