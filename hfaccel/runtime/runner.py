@@ -64,8 +64,10 @@ def strict() -> bool:
     return os.environ.get("HFACCEL_STRICT", "") not in ("", "0")
 
 
-def choose(model: nn.Module) -> tuple[Executor, dict[str, str]]:
+def choose(model: nn.Module, barred: dict[str, str] | None = None) -> tuple[Executor, dict[str, str]]:
     """The executor for this model on its device, and why each one before it was passed over.
+
+    `barred` names executors that are no choice here, with the reason; none of them counts as a fallback.
 
     Raises: PatchError when the one that HFACCEL_EXECUTOR names does not serve the model, when none does, or,
     under HFACCEL_STRICT=1, when the first choice does not.
@@ -76,7 +78,7 @@ def choose(model: nn.Module) -> tuple[Executor, dict[str, str]]:
     skipped: dict[str, str] = {}
     for name, (place, devices) in EXECUTORS.items():
         module, factory = place.split(":")
-        if asked not in ("auto", name):
+        if asked not in ("auto", name) or (asked == "auto" and name in (barred or ())):
             continue
         if asked == "auto" and (model.device.type not in devices or find_spec(module) is None):
             continue
@@ -111,7 +113,7 @@ class Runner:
     """Steps of one model over one pool of pages. Thread-safe: a step holds the lock, sequences interleave.
 
     Args:
-        kv_bits, page_tokens, budget_pages: as `PagePool` takes them.
+        kv_bits, page_tokens, budget_pages: as `PagePool` takes them. barred: as `choose` takes it.
     """
 
     def __init__(
@@ -121,8 +123,9 @@ class Runner:
         kv_bits: int | None = None,
         page_tokens: int = 16,
         budget_pages: int | None = None,
+        barred: dict[str, str] | None = None,
     ):
-        self.model = model
+        self.model, self.barred = model, barred or {}
         self.pool = PagePool(page_tokens=page_tokens, bits=kv_bits, budget_pages=budget_pages)
         self.lock = self.pool.lock  # one lock: no thread may move the pages that a step is writing to
         self.executor: Executor | None = None
@@ -138,7 +141,8 @@ class Runner:
             asked = (os.environ.get("HFACCEL_EXECUTOR", "auto"), os.environ.get("HFACCEL_BACKEND", "auto"))
             if self.executor is None or now != self._fingerprint or asked != self._asked:
                 self.executor = None
-                self.executor, self.skipped = choose(self.model)
+                self.executor, self.skipped = choose(self.model, self.barred)
+                self.skipped = {**self.barred, **self.skipped}
                 self._fingerprint, self._asked = now, asked
             return self.executor
 
