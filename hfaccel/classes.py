@@ -42,8 +42,7 @@ def _rebuild(cls: type, mixin: type[Mixin]) -> Any:
 
 def extend(model: nn.Module, mixin: type[Mixin]) -> None:
     """Put `mixin`, and no other, in front of the model's own class."""
-    restore(model)
-    model.__class__ = _extended(type(model), mixin)
+    model.__class__ = _extended(getattr(type(model), "_hfaccel_class", type(model)), mixin)
 
 
 def restore(model: nn.Module) -> None:

@@ -72,6 +72,29 @@ def check_unquantized(model: nn.Module) -> None:
         raise PatchError(f"{type(model).__name__} is quantized by {method!r} already; load its float weights")
 
 
+# What a model says of itself ------------------------------------------------------------------------------
+
+
+def attention_name(config) -> str | None:
+    """The attention implementation that a model of this config runs."""
+    return config._attn_implementation
+
+
+def can_choose_attention(model: nn.Module) -> bool:
+    """Whether all of the model's attention goes through transformers' interface."""
+    return model._can_set_attn_implementation()
+
+
+def has_default_cache(model: nn.Module) -> bool:
+    """Whether the model's cache is keys and values by layer, not one of its own."""
+    return model._supports_default_dynamic_cache()
+
+
+def is_stateful(model: nn.Module) -> bool:
+    """Whether the model keeps state that cannot be taken back to an earlier token."""
+    return bool(model._is_stateful)
+
+
 # Weights that accelerate keeps elsewhere ------------------------------------------------------------------
 
 
@@ -280,24 +303,79 @@ def _is_peft(module: nn.Module) -> bool:
     return "base_layer" in module._modules and "peft" in sys.modules
 
 
+_PRIVATE = {  # where it is -> its names
+    "transformers.modeling_utils:PreTrainedModel": (
+        "tie_weights",
+        "get_output_embeddings",
+        "set_attn_implementation",
+        "_can_set_attn_implementation",
+        "_is_stateful",
+    ),
+    "transformers.configuration_utils:PreTrainedConfig": ("_attn_implementation",),
+    # Methods that `generate` calls on the model, and ours in front of its class answer.
+    "transformers.generation.utils:GenerationMixin": (
+        "_supports_default_dynamic_cache",
+        "_validate_generation_mode",
+        "_prepare_model_inputs",
+        "_prepare_cache_for_generation",
+        "_sample",
+        "_beam_search",
+        "_assisted_decoding",
+    ),
+    "accelerate.hooks:AlignDevicesHook": ("pre_forward", "post_forward"),
+    "peft.tuners.lora.model": ("dispatch_default",),
+    "peft.tuners.lora.layer:Linear": ("merge", "unmerge", "get_delta_weight", "resolve_lora_variant"),
+}
+_ARGUMENTS = {  # function -> arguments by which it is called, or of which we read
+    "transformers.masking_utils:sdpa_mask": ("local_size", "use_vmap"),
+    "transformers.generation.utils:GenerationMixin._sample": (
+        "input_ids",
+        "logits_processor",
+        "stopping_criteria",
+        "generation_config",
+        "synced_gpus",
+        "streamer",
+    ),
+    "transformers.generation.utils:GenerationMixin._prepare_cache_for_generation": (
+        "generation_config",
+        "model_kwargs",
+        "generation_mode",
+        "batch_size",
+        "max_cache_length",
+    ),
+    "transformers.generation.utils:GenerationMixin._validate_generation_mode": (
+        "generation_mode",
+        "generation_config",
+        "generation_mode_kwargs",
+    ),
+}
+
+
 def self_test() -> list[str]:
     """What of the private API used here has moved; empty when all is where it was."""
     wrong = []
-    for place, names in {
-        "transformers.modeling_utils:PreTrainedModel": (
-            "tie_weights",
-            "get_output_embeddings",
-            "set_attn_implementation",
-        ),
-        "accelerate.hooks:AlignDevicesHook": ("pre_forward", "post_forward"),
-        "peft.tuners.lora.model": ("dispatch_default",),
-        "peft.tuners.lora.layer:Linear": ("merge", "unmerge", "get_delta_weight", "resolve_lora_variant"),
-    }.items():
-        module, _, attribute = place.partition(":")
-        try:
-            owner = import_module(module)
-        except ImportError:
-            continue  # an optional package
-        owner = getattr(owner, attribute, None) if attribute else owner
-        wrong += [f"{place}.{name}" for name in names if not hasattr(owner, name)]
+    for place, names in _PRIVATE.items():
+        owner = _find(place)
+        if owner is not _ABSENT:
+            wrong += [f"{place}.{name}" for name in names if not hasattr(owner, name)]
+    for place, names in _ARGUMENTS.items():
+        function = _find(place)
+        if function is _ABSENT or function is None:
+            continue  # named above
+        known = inspect.signature(function).parameters
+        wrong += [f"{place}({name})" for name in names if name not in known]
     return wrong
+
+
+_ABSENT = object()  # an optional package
+
+
+def _find(place: str):
+    module, _, path = place.partition(":")
+    try:
+        found = import_module(module)
+    except ImportError:
+        return _ABSENT
+    for name in path.split(".") if path else ():
+        found = getattr(found, name, None)
+    return found

@@ -5,9 +5,9 @@ Two names are registered, and neither changes a model that does not ask for it:
     hfa_eager  masks and dense attention as `eager` does them, for models loaded that way
 A call that reaches a paged cache finds it in its kwargs, where the cache's `update` put it (or knows it by
 the key states that `update` returned), and attends over pages: K and V are the new tokens only. Where such a
-call comes with a mask (transformers' own loop on a padded batch) the pages are gathered and the former
-implementation serves. Every other call (training, `forward`, a user's own cache) is exactly the
-implementation that the model had before.
+call comes with a mask that says more than the cache does (holes, a pattern of the caller's own) the pages
+are gathered and the former implementation serves. Every other call (training, `forward`, a user's own cache)
+is exactly the implementation that the model had before.
 
 The mask functions return None while a packed step runs in this thread: the step's own lengths say what each
 query sees. What masks the model asked for meanwhile is noted, so that a model whose masks say more than its
@@ -30,6 +30,7 @@ from hfaccel.cache.pool import LayerPages
 from hfaccel_kernels.paged import paged_attention, step_rows
 
 NAMES = {"sdpa": "hfa", "eager": "hfa_eager"}  # implementation of the unpatched model -> ours
+MARK, NOT_MARKED = "_hfa_window", -1  # attribute of a plain mask: its window, or None
 KEY = "hfa_pages"  # where a paged cache layer puts its view into the attention call's kwargs
 
 
@@ -49,6 +50,8 @@ class Step:
     rows: list[tuple[int, int, int, int]] | None = None
     windows: list[int | None] = field(default_factory=list)  # of the attention calls
     masks: set[int | None | str] = field(default_factory=set)  # of the masks asked for
+    real: torch.Tensor | None = None  # [T] int64, which of the B x L queries of a padded batch are tokens
+    pads_are_mask: bool = False  # the masks of this forward hide the padding, and else are plain
     # (key states, pages) of the last write by a model that does not pass its kwargs to the cache
     pending: tuple[torch.Tensor, LayerPages] | None = None
 
@@ -56,10 +59,17 @@ class Step:
         if self.rows is None:
             self.rows = step_rows(self.block_tables, self.q_starts, self.lengths, self.page_tokens)
 
+    def hides(self, mask: torch.Tensor | None, window: int | None) -> bool:
+        """Whether the mask hides nothing but what lengths, pads and the window hide."""
+        return mask is None or (self.pads_are_mask and getattr(mask, MARK, NOT_MARKED) == window)
+
     def attend(self, q: torch.Tensor, pages: LayerPages, *, window: int | None, **options) -> torch.Tensor:
         """q [T, H, D] over the layer's pages: [T, H, Dv]."""
         self.windows.append(window)
-        return paged_attention(
+        if self.real is not None:
+            every = q
+            q = q[self.real]
+        found = paged_attention(
             q,
             pages.k,
             pages.v,
@@ -72,10 +82,14 @@ class Step:
             rows=self.rows,
             **options,
         )
+        if self.real is not None:
+            return found.new_zeros(every.shape[0], *found.shape[1:]).index_copy_(0, self.real, found)
+        return found
 
 
 class _Current(threading.local):
     step: Step | None = None
+    marking = False  # masks are told apart, for a cache that can do without them
 
 
 _current = _Current()
@@ -91,11 +105,24 @@ def packed(step: Step):
         _current.step = before
 
 
+@contextmanager
+def marked():
+    """While it lasts, the plain masks that models of this thread build carry their window."""
+    before, _current.marking = _current.marking, True
+    try:
+        yield
+    finally:
+        _current.marking = before
+
+
 def _masked(base):
     def mask(*args, **kwargs):
         step = _current.step
         if step is None:
-            return base(*args, **kwargs)
+            found = base(*args, **kwargs)
+            if _current.marking and isinstance(found, torch.Tensor) and not kwargs.get("use_vmap"):
+                setattr(found, MARK, kwargs.get("local_size"))
+            return found
         step.masks.add("custom" if kwargs.get("use_vmap") else kwargs.get("local_size"))
         return None
 
@@ -113,7 +140,8 @@ def _attention(dense):
                 module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
             )
         step, pages, gather = view
-        if attention_mask is not None:
+        window = kwargs.get("sliding_window")
+        if not step.hides(attention_mask, window):
             key, value = gather(query.dtype)
             return dense(
                 module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
@@ -123,7 +151,7 @@ def _attention(dense):
             query.transpose(1, 2).reshape(batch * length, heads, size),
             pages,
             scale=scaling,
-            window=kwargs.get("sliding_window"),
+            window=window,
             softcap=kwargs.get("softcap"),
             sinks=kwargs.get("s_aux"),
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from itertools import accumulate
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -84,7 +85,9 @@ class PagedCache(Cache):
         pool: where the pages are; given back when the cache is released or collected.
         layers: how many layers the model has.
         sequences, pads: rows that exist already, and how many masked slots each has in front of its first
-            token: those are counted in the length, hold nothing and read as zeros.
+            token: those are counted in the length, hold nothing and read as zeros. Pads without sequences
+            speak of the rows of the first forward, whose masks say no more than that (`pads_are_mask`):
+            they are not computed with, and no mask is.
     """
 
     def __init__(
@@ -100,8 +103,10 @@ class PagedCache(Cache):
         self.pool, self.dtype = pool, dtype
         self.sequences: list[Sequence] = sequences or []
         self.pads = pads or [0] * len(self.sequences)
+        self.pads_are_mask = bool(pads) and not self.sequences
         self._step: tuple[int, int, Step] | None = None
-        lengths = {pad + s.length for pad, s in zip(self.pads, self.sequences, strict=True)}
+        rows = () if self.pads_are_mask else zip(self.pads, self.sequences, strict=True)
+        lengths = {pad + s.length for pad, s in rows}
         if len(lengths) > 1:
             raise PatchError(f"the rows of a cache have one length, padding included, not {sorted(lengths)}")
         for layer in self.layers:
@@ -117,11 +122,13 @@ class PagedCache(Cache):
         self.dtype = key_states.dtype
         if not self.sequences:
             self.sequences.extend(Sequence(self.pool, expect_tokens=2 * length) for _ in range(batch))
-            self.pads = [0] * batch
-        if batch != len(self.sequences):
+            self.pads = self.pads or [0] * batch
+        if not batch == len(self.sequences) == len(self.pads):
             raise PatchError(f"the cache holds {len(self.sequences)} rows, the forward has {batch}")
         step = self._next(layer.seen, length, key_states.device)
         packed = [x.transpose(1, 2).flatten(0, 1) for x in (key_states, value_states)]
+        if step.real is not None:
+            packed = [x[step.real] for x in packed]
         with self.pool.lock:  # a thread that grows the pool copies the pages
             pages = self.pool.layer(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
             pages.write(*packed, step.slots)
@@ -142,15 +149,21 @@ class PagedCache(Cache):
                 sequence.extend(missing)
         table = self._table(device)
         starts = [seen - pad for pad in self.pads]
+        ends = [0, *accumulate(min(length, max(0, start + length)) for start in starts)]
         position = torch.tensor(starts, device=device)[:, None] + torch.arange(length, device=device)
-        page = torch.take_along_dim(table, position // size, dim=1).long()
-        batch = len(self.sequences)
+        page = torch.take_along_dim(table, position.clamp_min(0) // size, dim=1).long()
+        slots, real = (page * size + position % size).flatten(), None
+        if min(starts) < 0:
+            real = (position >= 0).flatten().nonzero().flatten()
+            slots = slots[real]
         step = Step(
             table,
-            torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device),
-            torch.tensor([start + length for start in starts], dtype=torch.int32, device=device),
-            (page * size + position % size).flatten(),
+            torch.tensor(ends, dtype=torch.int32, device=device),
+            torch.tensor([max(0, start + length) for start in starts], dtype=torch.int32, device=device),
+            slots,
             size,
+            real=real,
+            pads_are_mask=self.pads_are_mask,
         )
         self._step = (seen, length, step)
         return step

@@ -8,33 +8,32 @@ over pages.
 
 from __future__ import annotations
 
-import os
-import threading
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import nullcontext
+from functools import wraps
 
 import torch
 from torch import nn
 from transformers import GenerationMixin
-from transformers.cache_utils import Cache
-from transformers.generation import GenerationMode
 
+from hfaccel import compat
 from hfaccel.attention import backend
 from hfaccel.cache.paged import PagedCache
 from hfaccel.classes import extend, restore
-from hfaccel.compat import base_layer
 from hfaccel.errors import PatchError
-from hfaccel.generate import loop
-from hfaccel.runtime.modules import WHOLE_INPUT_ROPE, rope_types, unpackable
+from hfaccel.generate import checks, gate, loop
+from hfaccel.generate.checks import BEAMS, CACHE_NAMES, given_cache, position_limit
+from hfaccel.generate.gate import Gate, alone
+from hfaccel.runtime.modules import WHOLE_INPUT_ROPE, rope_types, unpackable, windowed
 from hfaccel.runtime.runner import Runner, strict
 from hfaccel.saving import SavingMixin
 
+__all__ = ["ATTRIBUTE", "alone", "explain", "install", "runner_of", "runtime", "uninstall"]
+
 ATTRIBUTE = "_hfaccel_runtime"
 ORIGINAL = "original(model)"
-CACHE_NAMES = ("cache", "past_key_values")
+FORKED = "a forked child: its threads stayed in the parent"
 KNOWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict", *CACHE_NAMES}
-BEAMS = {GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE}
-POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding")
 
 
 class Runtime:
@@ -45,12 +44,8 @@ class Runtime:
         self.attention = attention  # implementation before install, None if it was left alone
         self.fallbacks: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()  # executor -> generate calls it served
-        self.active = 0
-        self.owner: int | None = None  # thread that has the model for itself, see `alone`
         self._runner: Runner | None = None
-        self._process = os.getpid()
-        self._lock = threading.RLock()
-        self._free = threading.Condition(self._lock)
+        self._forked = False  # the runner was made in a forked child
 
     def __reduce__(self):
         return Runtime, (self.kv_bits, self.page_tokens, self.attention)
@@ -59,53 +54,16 @@ class Runtime:
         return Runtime(self.kv_bits, self.page_tokens, self.attention)
 
     def runner(self, model: nn.Module) -> Runner:
-        with self._lock:
-            if self._runner is None or self._runner.model is not model or self._process != os.getpid():
-                self._process = os.getpid()
-                self._runner = Runner(model, kv_bits=self.kv_bits, page_tokens=self.page_tokens)
+        """The runner; a forked child makes one of its own, which runs modules."""
+        at = vars(model)[gate.ATTRIBUTE]
+        with at.lock:
+            if self._runner is None or self._runner.model is not model or self._forked != at.forked:
+                barred = {"native": FORKED} if at.forked else None
+                self._forked = at.forked
+                self._runner = Runner(
+                    model, kv_bits=self.kv_bits, page_tokens=self.page_tokens, barred=barred
+                )
             return self._runner
-
-    @property
-    def mine(self) -> bool:
-        """Whether this thread has the model for itself."""
-        return self.owner == threading.get_ident()
-
-    @contextmanager
-    def working(self):
-        with self._lock:
-            while self.owner not in (None, threading.get_ident()):
-                self._free.wait()
-            self.active += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self.active -= 1
-
-
-@contextmanager
-def alone(model: nn.Module, what: str):
-    """No other thread generates meanwhile: one that starts to waits. Generation by this thread is
-    transformers' own.
-
-    Raises: PatchError if a `generate` is under way.
-    """
-    state = vars(model).get(ATTRIBUTE)
-    if state is None:
-        yield
-        return
-    with state._lock:
-        if state.active:
-            raise PatchError(
-                f"{what}: a thread is generating with this model; it would change under its feet"
-            )
-        state.owner = threading.get_ident()
-    try:
-        yield
-    finally:
-        with state._lock:
-            state.owner = None
-            state._free.notify_all()
 
 
 def runtime(model: nn.Module) -> Runtime:
@@ -121,111 +79,139 @@ def runner_of(model: nn.Module) -> Runner:
     return runtime(model).runner(model)
 
 
-def busy(model: nn.Module) -> bool:
-    """Whether a thread is inside `generate` of this model."""
-    return runtime(model).active > 0
-
-
 class RunnerMixin(SavingMixin):
     """Goes in front of the model's class; see `install`."""
 
+    @wraps(GenerationMixin.generate)
+    def generate(self, *args, **kwargs):
+        at = vars(self).get(gate.ATTRIBUTE)
+        if at is not None:
+            with at.working():
+                if isinstance(self, RunnerMixin) and ATTRIBUTE in vars(self):
+                    return super().generate(*args, **kwargs)
+        # Taken back while this thread came in or waited: what the model is now.
+        plain = getattr(type(self), "_hfaccel_class", type(self))
+        return plain.generate(self, *args, **kwargs)
+
+    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
+        assistant = generation_mode_kwargs.get("assistant_model") is not None
+        drafts = assistant or generation_config.prompt_lookup_num_tokens is not None
+        checks.check_mode(generation_mode, generation_config, drafts, assistant)
+
     def _prepare_model_inputs(self, inputs=None, bos_token_id=None, model_kwargs=None):
         found, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
-        if name == "input_ids" and unpackable(self) is None:
-            _check_inputs(self, found, model_kwargs)
+        if unpackable(self) is None:
+            checks.check_inputs(self, found, name, model_kwargs)
         return found, name, model_kwargs
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
-        given = next((model_kwargs[n] for n in CACHE_NAMES if model_kwargs.get(n) is not None), None)
-        if isinstance(given, Cache):
-            _check_cache(self, given)
+        given = given_cache(model_kwargs)
+        served = unpackable(self) is None
+        if served:
+            copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+            checks.check_cache(self, given, generation_config, batch_size * copies)
         args = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         done = super()._prepare_cache_for_generation(*args)
-        if given is not None:
-            return done
+        if served and generation_config.prefill_chunk_size and "inputs_embeds" in model_kwargs:
+            raise PatchError("prefill_chunk_size does not go with inputs_embeds")
         name = next((n for n in CACHE_NAMES if model_kwargs.get(n) is not None), None)
-        if name is None or generation_config.cache_implementation is not None or unpackable(self):
+        if given is not None or name is None or generation_config.cache_implementation is not None:
+            return done
+        if not served or vars(self)[gate.ATTRIBUTE].mine:
             return done
         state = runtime(self)
-        if state.mine:
-            return done
         paged = generation_mode in BEAMS or state.kv_bits is not None
         if paged and not rope_types(self.config) & {"longrope"}:
-            model_kwargs[name] = PagedCache(state.runner(self).pool, self.config.num_hidden_layers)
+            pads = None
+            if compat.attention_name(self.config) in backend.NAMES.values():
+                pads = checks.left_padding(model_kwargs.get("attention_mask"))
+            model_kwargs[name] = PagedCache(state.runner(self).pool, self.config.num_hidden_layers, pads=pads)
         model_kwargs[name]._hfaccel_own = True
         return done
 
-    def _sample(
-        self,
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        synced_gpus=False,
-        streamer=None,
-        **model_kwargs,
-    ):
+    def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
         state = runtime(self)
-        with state.working():
-            if vars(self).get(ATTRIBUTE) is not state:
-                raise PatchError("the model was unpatched while generate was starting")
-            reason = _why_not(self, generation_config, synced_gpus, model_kwargs, input_ids)
-            if state.mine or reason is not None:
-                args = (
-                    input_ids,
-                    logits_processor,
-                    stopping_criteria,
-                    generation_config,
-                    synced_gpus,
-                    streamer,
-                )
-                reason = ORIGINAL if state.mine else reason
-                sample = super()._sample
-                return _hf_loop(self, reason, sample, args, {}, model_kwargs, expected=state.mine)
-            runner = state.runner(self)
-            state.calls[runner.refresh().name] += 1
-            return loop.sample(
-                runner,
-                input_ids,
-                logits_processor=logits_processor,
-                stopping_criteria=stopping_criteria,
-                generation_config=generation_config,
-                streamer=streamer,
-                attention_mask=model_kwargs.get("attention_mask"),
-                position_ids=model_kwargs.get("position_ids"),
-                limit=position_limit(self),
-            )
+        owned = vars(self)[gate.ATTRIBUTE].mine
+        synced, streamer = kwargs.pop("synced_gpus", False), kwargs.pop("streamer", None)
+        reason = ORIGINAL if owned else _why_not(self, generation_config, synced, kwargs, input_ids)
+        if reason is not None:
+            args = (input_ids, logits_processor, stopping_criteria, generation_config)
+            kwargs |= {"synced_gpus": synced, "streamer": streamer}
+            return _hf_loop(self, reason, super()._sample, *args, expected=owned, **kwargs)
+        limit = position_limit(self)
+        certain = checks.ends_by_length(stopping_criteria)
+        checks.check_room(input_ids, kwargs, generation_config.max_length, limit, certain)
+        runner = state.runner(self)
+        state.calls[runner.refresh().name] += 1
+        return loop.sample(
+            runner,
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            streamer=streamer,
+            attention_mask=kwargs.get("attention_mask"),
+            position_ids=kwargs.get("position_ids"),
+            limit=limit,
+        )
 
     def _beam_search(self, *args, **kwargs):
-        return _hf_loop(self, "beam search", super()._beam_search, args, kwargs, kwargs, expected=True)
+        return _hf_loop(self, "beam search", super()._beam_search, *args, expected=True, **kwargs)
 
-    def _assisted_decoding(self, *args, **kwargs):
-        reason = "assisted decoding"
-        return _hf_loop(self, reason, super()._assisted_decoding, args, kwargs, kwargs, expected=True)
+    def _assisted_decoding(self, input_ids, **kwargs):
+        if kwargs.get("assistant_model") is not None and not input_ids.shape[1]:
+            raise PatchError("assistant_model needs input_ids: it cannot read inputs_embeds")
+        return _hf_loop(
+            self, "assisted decoding", super()._assisted_decoding, input_ids, expected=True, **kwargs
+        )
 
 
-def _hf_loop(model, reason, method, args, kwargs, model_kwargs, expected=False):
+def _hf_loop(
+    model,
+    reason,
+    method,
+    input_ids,
+    logits_processor,
+    stopping_criteria,
+    generation_config,
+    *,
+    expected,
+    **kwargs,
+):
     """Transformers' own loop over this model's modules, noted; pages of a cache of ours go back at the end.
 
     expected: this is how the mode is meant to run, so HFACCEL_STRICT=1 does not refuse it.
     """
-    state = runtime(model)
-    state.fallbacks[reason] += 1
+    runtime(model).fallbacks[reason] += 1
     if strict() and not expected:
         raise PatchError(f"HFACCEL_STRICT=1: generate would fall back to transformers' loop: {reason}")
-    if model_kwargs is not kwargs:
-        kwargs = {**kwargs, **model_kwargs}
-    cache = next((kwargs[n] for n in CACHE_NAMES if kwargs.get(n) is not None), None)
-    with state.working():
-        returned = False
-        try:
-            result = method(*args, **kwargs)
-            returned = not isinstance(result, torch.Tensor)
-            return result
-        finally:
-            if not returned and isinstance(cache, PagedCache) and getattr(cache, "_hfaccel_own", False):
+    limit = position_limit(model) if unpackable(model) is None else None
+    if limit is not None:
+        # Drafts run ahead as far as the length allows; anything else may end before.
+        certain = reason == "assisted decoding" or checks.ends_by_length(stopping_criteria)
+        checks.check_room(input_ids, kwargs, generation_config.max_length, limit, certain)
+        stopping_criteria = checks.within_table(stopping_criteria, input_ids, kwargs, limit)
+    cache = given_cache(kwargs)
+    own = isinstance(cache, PagedCache) and getattr(cache, "_hfaccel_own", False)
+    returned = False
+    try:
+        with backend.marked() if own and cache.pads_are_mask else nullcontext():
+            result = method(
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                **kwargs,
+            )
+        returned = not isinstance(result, torch.Tensor)
+        return result
+    finally:
+        if own:
+            cache.pads_are_mask = False  # whoever gets it may mask what he likes
+            if not returned:
                 cache.release()
 
 
@@ -233,7 +219,7 @@ def _why_not(model, config, synced_gpus, model_kwargs, input_ids) -> str | None:
     """Why this call goes to transformers' loop, or None."""
     if reason := unpackable(model):
         return reason
-    cache = next((model_kwargs[n] for n in CACHE_NAMES if model_kwargs.get(n) is not None), None)
+    cache = given_cache(model_kwargs)
     if not model_kwargs.get("use_cache", True) or cache is None:
         return "use_cache=False"
     if not getattr(cache, "_hfaccel_own", False):
@@ -252,9 +238,9 @@ def _why_not(model, config, synced_gpus, model_kwargs, input_ids) -> str | None:
         return "the model is in training mode"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "the model is spread over devices"
-    own = type(model).prepare_inputs_for_generation
     if "prepare_inputs_for_generation" in vars(model):
         return "its inputs are prepared by a wrapper"
+    own = type(model).prepare_inputs_for_generation
     longrope = "longrope" in rope_types(model.config)
     if own is not GenerationMixin.prepare_inputs_for_generation and not (
         longrope or own.__module__.endswith((".modeling_phi3", ".modeling_phimoe", ".modeling_bloom"))
@@ -262,9 +248,11 @@ def _why_not(model, config, synced_gpus, model_kwargs, input_ids) -> str | None:
         return f"its inputs are prepared by {own.__qualname__}"
     if longrope and _crosses(model.config, config, input_ids):
         return "generation crosses the border of its longrope tables"
+    if windowed(model.config) and checks.has_holes(model_kwargs.get("attention_mask")):
+        return "a mask with holes, which count in sliding windows"
     positions = model_kwargs.get("position_ids")
-    if positions is not None and (positions.ndim != 2 or positions.shape[0] not in (1, input_ids.shape[0])):
-        return "position_ids of more than two dimensions"
+    if positions is not None and int(positions.min()) < 0:
+        return "negative position_ids"
     return None
 
 
@@ -274,73 +262,6 @@ def _crosses(config, generation_config, input_ids) -> bool:
     if border is None:
         return True
     return input_ids.shape[1] <= border < (generation_config.max_length or border + 1)
-
-
-def position_limit(model: nn.Module) -> int | None:
-    """Rows of the model's learned position table, or None if it has none (rotary, alibi)."""
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in POSITION_TABLES and isinstance(module, nn.Embedding):
-            return module.num_embeddings - getattr(module, "offset", 0)
-    return None
-
-
-def _check_inputs(model, ids: torch.Tensor, model_kwargs: dict) -> None:
-    """Refuse, before anything is computed, prompts that cannot have an answer."""
-    if ids.ndim != 2 or not ids.shape[0] or not ids.shape[1]:
-        raise PatchError(
-            f"generate needs at least one prompt of at least one token, not shape {[*ids.shape]}"
-        )
-    mask = model_kwargs.get("attention_mask")
-    cached = any(model_kwargs.get(n) is not None for n in CACHE_NAMES)
-    if mask is not None and mask.ndim == 2:
-        if mask.shape[0] != ids.shape[0] or (mask.shape[1] != ids.shape[1] and not cached):
-            raise PatchError(
-                f"attention_mask is {[*mask.shape]}, input_ids are {[*ids.shape]}: they must agree"
-            )
-        empty = (mask.sum(-1) == 0).nonzero().flatten().tolist()
-        if empty:
-            raise PatchError(f"row {empty[0]} has no token: its attention mask is zero throughout")
-    real = ids if mask is None or mask.shape != ids.shape else ids[mask.bool()]
-    embedding = base_layer(model.get_input_embeddings())
-    vocabulary = getattr(embedding, "num_embeddings", None) or embedding.weight.shape[0]
-    if int(real.min()) < 0 or int(real.max()) >= vocabulary:
-        wrong = real[(real < 0) | (real >= vocabulary)][0]
-        raise PatchError(f"token id {int(wrong)} is not in the model's vocabulary of {vocabulary}")
-    limit = position_limit(model)
-    longest = ids.shape[1] if mask is None or mask.shape != ids.shape else int(mask.sum(-1).max())
-    if limit is not None and longest > limit:
-        raise PatchError(f"the prompt has {longest} tokens, the model's table of learned positions {limit}")
-
-
-def _check_cache(model, cache: Cache) -> None:
-    """A cache that was filled by a model of another shape is refused by name."""
-    if unpackable(model) or not len(cache) or not cache.get_seq_length():
-        return
-    layers = model.config.num_hidden_layers
-    if len(cache) != layers:
-        raise PatchError(f"the cache has {len(cache)} layers, the model {layers}: it is of another model")
-    keys = cache.layers[0].keys if not isinstance(cache, PagedCache) else None
-    if isinstance(cache, PagedCache) and 0 in cache.pool.layers:
-        held = tuple(cache.pool.layers[0].k.shape[2:])
-    elif isinstance(keys, torch.Tensor) and keys.ndim == 4:
-        held = (keys.shape[1], keys.shape[3])
-    else:
-        return
-    probe = _kv_shape(model)
-    if probe is not None and held != probe:
-        raise PatchError(
-            f"the cache holds {held[0]} KV heads of {held[1]}, the model has {probe[0]} of {probe[1]}: "
-            "it is of another model"
-        )
-
-
-def _kv_shape(model) -> tuple[int, int] | None:
-    """KV heads and head size of layer 0, read off its K projection; None where there is no such module."""
-    for name, module in model.named_modules():
-        if name.endswith(".k_proj") and hasattr(module, "out_features"):
-            size = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
-            return (module.out_features // size, size) if size else None
-    return None
 
 
 def install(model: nn.Module, *, kv_bits: int | None = None, page_tokens: int = 16) -> None:
@@ -354,13 +275,14 @@ def install(model: nn.Module, *, kv_bits: int | None = None, page_tokens: int = 
     before = vars(model).get(ATTRIBUTE)
     attention = before.attention if before is not None else None
     if before is None:
-        now = model.config._attn_implementation
+        now = compat.attention_name(model.config)
         ours = backend.NAMES.get(now)
-        if ours is not None and unpackable(model) is None and model._can_set_attn_implementation():
+        if ours is not None and unpackable(model) is None and compat.can_choose_attention(model):
             model.set_attn_implementation(ours)
             attention = now
-        extend(model, RunnerMixin)
+    vars(model).setdefault(gate.ATTRIBUTE, Gate())
     setattr(model, ATTRIBUTE, Runtime(kv_bits, page_tokens, attention))
+    extend(model, RunnerMixin)
 
 
 def uninstall(model: nn.Module) -> None:
@@ -369,7 +291,8 @@ def uninstall(model: nn.Module) -> None:
     if state is None:
         return
     restore(model)
-    if state.attention is not None and model.config._attn_implementation in backend.NAMES.values():
+    vars(model).pop(gate.ATTRIBUTE, None)
+    if state.attention is not None and compat.attention_name(model.config) in backend.NAMES.values():
         model.set_attn_implementation(state.attention)
 
 
@@ -380,7 +303,7 @@ def explain(model: nn.Module) -> dict:
     out = {
         "kv_bits": state.kv_bits,
         "page_tokens": state.page_tokens,
-        "attention": model.config._attn_implementation,
+        "attention": compat.attention_name(model.config),
         "calls": dict(state.calls),
         "fallbacks": dict(state.fallbacks),
     }

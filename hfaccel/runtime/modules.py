@@ -20,6 +20,7 @@ from torch import nn
 from hfaccel.attention.backend import NAMES, Step, packed
 from hfaccel.cache.paged import NotPackable, StepCache
 from hfaccel.cache.pool import PagePool
+from hfaccel.compat import attention_name, has_default_cache, is_stateful
 from hfaccel.runtime import Unsupported
 
 log = logging.getLogger("hfaccel")
@@ -48,7 +49,7 @@ class Modules:
         self.ropes = [m for m in model.modules() if hasattr(m, "rope_type") and hasattr(m, "inv_freq")]
         self.whole_prompts = bool(WHOLE_INPUT_ROPE & rope_types(config))  # a chunk would change the result
         self.why_rows = ""
-        if config._attn_implementation not in NAMES.values():
+        if attention_name(config) not in NAMES.values():
             self.mode, self.why_rows = "dense", "its attention does not go through transformers' interface"
         elif not self.takes_positions:
             self.mode, self.why_rows = "dense", "its forward takes no position_ids"
@@ -178,16 +179,24 @@ def unpackable(model: nn.Module) -> str | None:
         return "multimodal model"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
         return "attention is not causal"
-    if getattr(model, "_is_stateful", False):
+    if is_stateful(model):
         return "the model keeps state beyond keys and values"
     kinds = set(getattr(config, "layer_types", None) or ()) - PLAIN_LAYERS
     if kinds:
         return f"layers of type {', '.join(sorted(kinds))}"
     if getattr(config, "kv_sharing_modes", None) or getattr(config, "num_kv_shared_layers", 0):
         return "layers share keys and values"
-    if not model._supports_default_dynamic_cache():
+    if not has_default_cache(model):
         return "the model has a cache of its own"
     return None
+
+
+def windowed(config) -> bool:
+    """Whether a layer of the model attends within a sliding window."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return "sliding_attention" in kinds
+    return getattr(config, "sliding_window", None) is not None
 
 
 def rope_types(config) -> set[str]:

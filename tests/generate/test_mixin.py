@@ -334,43 +334,6 @@ def test_encoder_decoder_and_training_mode_fall_back(monkeypatch):
     assert mixin.explain(model)["fallbacks"] == {"the model is in training mode": 1}
 
 
-def test_bad_input_is_refused_before_anything_is_computed():
-    model = patched("TG", max_position_embeddings=32)
-    model.transformer.forward = None  # any forward would be a TypeError
-    x = ids(2, 6)
-    for match, args, kwargs in (
-        ("at least one token", (x[:, :0],), {}),
-        ("at least one prompt", (x[:0],), {}),
-        ("token id 512 is not in the model's vocabulary of 512", (torch.full((1, 3), 512),), {}),
-        ("token id -1", (torch.full((1, 3), -1),), {}),
-        ("row 1 has no token", (x,), dict(attention_mask=torch.tensor([[1] * 6, [0] * 6]))),
-        (r"attention_mask is \[2, 5\]", (x,), dict(attention_mask=torch.ones(2, 5))),
-        ("the prompt has 33 tokens, the model's table of learned positions 32", (ids(1, 33),), {}),
-    ):
-        with pytest.raises(PatchError, match=match):
-            model.generate(*args, max_new_tokens=3, **kwargs)
-    with pytest.raises(ValueError, match="do_sample|beam|greedy"):
-        model.generate(x, do_sample=False, num_return_sequences=3)
-    del model.transformer.forward
-    with pytest.raises(PatchError, match="position 32 lies beyond"):
-        model.generate(ids(1, 30), max_new_tokens=10, do_sample=False)
-    assert mixin.runner_of(model).pool.used_pages == 0
-    masked = torch.cat([torch.zeros(1, 10, dtype=torch.long), ids(1, 30)], dim=1)
-    assert model.generate(masked, attention_mask=(masked > 0).long(), max_new_tokens=2).shape == (1, 42)
-
-
-def test_a_cache_of_another_model_is_refused():
-    model, other = patched("TL"), patched("llama", vocab_size=512)
-    x = ids(1, 6, vocab=512)
-    deep = other.generate(x, max_new_tokens=2, do_sample=False, return_dict_in_generate=True)[CACHE]
-    with pytest.raises(PatchError, match="the cache has 2 layers, the model 4"):
-        model.generate(torch.cat([x, x], dim=1), **{CACHE: deep}, max_new_tokens=2)
-    wide = patched("TL", head_dim=16)
-    deep = wide.generate(x, max_new_tokens=2, do_sample=False, return_dict_in_generate=True)[CACHE]
-    with pytest.raises(PatchError, match="2 KV heads of 16, the model has 2 of 8"):
-        model.generate(torch.cat([x, x], dim=1), **{CACHE: deep}, max_new_tokens=2)
-
-
 def test_install_touches_one_model_and_comes_off():
     plain = tiny("TL", attn="sdpa")
     model = tiny("TL", attn="sdpa")
