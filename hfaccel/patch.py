@@ -76,7 +76,8 @@ def patch(
         model: a transformers model, a PeftModel around one, or a pipeline. Class name, `generate` signature
             and the dtype of what is not quantized stay.
         config: a recipe string ("int4", "int8+kv8", ...: `hfaccel recipes`), one transform, a list of them, a
-            dict as config.json stores it, or None: the choice measured on this device (`auto`).
+            dict as config.json stores it, or None: the choice measured on this device (`auto`). A second time
+            the same config does nothing, nor does None where auto may have made the first choice.
         calibration: texts, token tensors or a DataLoader, for the methods that need data.
         tokenizer: for calibration given as texts.
         keep_original: allow `unpatch` and `original`. Originals are never kept in RAM: they are read again
@@ -91,11 +92,17 @@ def patch(
     state: State | None = getattr(target, "_hfaccel", None)
     measured = config is None or config == AUTO
     if state is not None:
-        if measured or PatchConfig.of(config) == state.config:
+        same = state.config in auto.OUTCOMES if measured else PatchConfig.of(config) == state.config
+        if same:
             return model
         raise AlreadyPatched(
-            f"the model is patched with {state.config.describe()!r} already; "
-            "call hfaccel.unpatch(model) first"
+            f"the model is patched with {state.config.describe()!r} already"
+            + (f", and auto chooses {auto.CANDIDATE!r} or 'runtime'" if measured else "")
+            + (
+                "; call hfaccel.unpatch(model) first"
+                if state.journal
+                else "; load the original model instead"
+            )
         )
     check_materialized(target)
     compat.retie_offloaded(target)
