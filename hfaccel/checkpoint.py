@@ -87,6 +87,8 @@ class SavedConfig(QuantizationConfigMixin):
         if version != FORMAT or isinstance(version, bool) or set(record) != known:
             odd = sorted(known ^ set(record)) or [f"format {version!r}"]
             raise CheckpointError(f"quantization_config is damaged: {', '.join(odd)} missing or not known")
+        if not isinstance(record["hfaccel_version"], str):
+            raise CheckpointError("quantization_config is damaged: hfaccel_version is not text")
         self.config: PatchConfig = parse_transforms(record["transforms"])
         self.hfaccel_version = record["hfaccel_version"]
         self.dtype = _dtype(record["dtype"])
@@ -113,16 +115,13 @@ class SavedConfig(QuantizationConfigMixin):
         }
 
     def _parse(self, entry: Any) -> None:
-        from hfaccel_kernels.layouts import Layout
-
         if not isinstance(entry, dict) or set(entry) != {"kind", "step", "layout", "modules"}:
             raise CheckpointError("quantization_config is damaged: an entry of packed has other fields")
-        if entry["kind"] not in KINDS:
+        if not isinstance(entry["step"], str):
+            raise CheckpointError(f"quantization_config is damaged: step {entry['step']!r} is not text")
+        if not isinstance(entry["kind"], str) or entry["kind"] not in KINDS:
             raise CheckpointError(f"unknown kind of module {entry['kind']!r}; known are {', '.join(KINDS)}")
-        try:
-            layout = Layout(**entry["layout"])
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"unknown layout {entry['layout']!r}: {error}") from error
+        layout = _layout(entry["layout"])
         for name, text in _mapping(entry, "modules"):
             if not re.fullmatch(KINDS[entry["kind"]], text):
                 raise CheckpointError(f"{name}: {text!r} is not the size of a packed {entry['kind']}")
@@ -184,6 +183,22 @@ def _dtype(text: Any) -> torch.dtype:
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise CheckpointError(f"quantization_config is damaged: {text!r} is not a float dtype")
     return found
+
+
+def _layout(fields: Any) -> Layout:
+    """A layout of which every field is said: a default in place of a lost one would change the arithmetic."""
+    from hfaccel_kernels.layouts import Layout
+
+    known = Layout(8).to_dict()
+    if not isinstance(fields, dict) or set(fields) != set(known):
+        raise CheckpointError(f"layout {fields!r} must have the fields {', '.join(known)}")
+    for name, value in fields.items():
+        if type(value) is not type(known[name]):
+            raise CheckpointError(f"layout {fields!r}: {name} is not of type {type(known[name]).__name__}")
+    try:
+        return Layout(**fields)
+    except ValueError as error:
+        raise CheckpointError(f"unknown layout {fields!r}: {error}") from error
 
 
 def _mapping(record: dict, key: str) -> Iterator[tuple[str, str]]:

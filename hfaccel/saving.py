@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import nn
 
 from hfaccel import compat
@@ -42,6 +43,8 @@ class SavingMixin(Mixin):
 
         Takes what `PreTrainedModel.save_pretrained` does; a `state_dict` counts where no weight is packed.
         """
+        if not os.fspath(save_directory):
+            raise PatchError("save_pretrained: an empty path names no folder")
         target, kwargs["max_shard_size"] = Path(os.path.realpath(save_directory)), max_shard_size
         if not is_main_process or kwargs.get("distributed_checkpoint"):
             return super().save_pretrained(target, is_main_process, state_dict, push_to_hub, **kwargs)
@@ -69,16 +72,20 @@ def replacing(target: Path, variant: str | None = None) -> Iterator[Path]:
     """A new folder beside `target` to write files into; afterwards they take the place of those in `target`.
 
     Other files of `target` stay, but for weights of a former model under other names.
+    Raises: OSError naming the target, for a full disk or one that cannot be written.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
     folder = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(3).hex()}.saving")
-    folder.mkdir()
     try:
+        folder.mkdir(parents=True)
         yield folder
         if target.is_dir() and any(target.iterdir()):
             _move_files(folder, target, variant)
         else:
             os.rename(folder, target)
+    except (OSError, SafetensorError) as error:
+        why = f"{target} cannot be saved: {getattr(error, 'strerror', None) or error}"
+        code = getattr(error, "errno", None)
+        raise (OSError(why) if code is None else OSError(code, why)) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import nn
 
 from hfaccel.checkpoint import FORMAT, METHOD, SavedConfig, parse_transforms
@@ -59,7 +60,10 @@ def from_pretrained(
         )
     if device is not None and recipe is None:
         hf_kwargs["device_map"] = device
-    model = _model_class(config, hf_kwargs).from_pretrained(path_or_id, dtype=dtype, **hf_kwargs)
+    try:
+        model = _model_class(config, hf_kwargs).from_pretrained(path_or_id, dtype=dtype, **hf_kwargs)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path_or_id}: weights are truncated or damaged: {error}") from error
     model.eval()
     if getattr(model, "_hfaccel", None) is None and (recipe is not None or stored is not None):
         wanted = stored if wanted is None else _without(wanted, skipped, model) if skipped else wanted

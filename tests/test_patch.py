@@ -496,8 +496,6 @@ def test_patch_twice():
         RTN(bits=4),
         [RTN(bits=4, group=64)],
         {"transforms": [{"name": "int", "bits": 4}]},
-        None,
-        "auto",
     ):
         assert hfaccel.patch(model, same) is model
     assert model._hfaccel is state and dict(model.named_modules()) == modules
@@ -506,7 +504,15 @@ def test_patch_twice():
             AlreadyPatched, match=r"patched with 'int4' already; call hfaccel\.unpatch\(model\)"
         ):
             hfaccel.patch(model, other)
-    hfaccel.patch(hfaccel.unpatch(model), "int8")
+    for measured in (None, "auto"):  # near-lossless or nothing: never what is there
+        with pytest.raises(
+            AlreadyPatched, match=r"'int4' already, and auto chooses 'int8' or 'runtime'; call"
+        ):
+            hfaccel.patch(model, measured)
+    for chosen in ("int8", "runtime"):
+        hfaccel.patch(hfaccel.unpatch(model), chosen)
+        state = model._hfaccel
+        assert hfaccel.patch(model) is hfaccel.patch(model, "auto") is model and model._hfaccel is state
 
 
 def test_what_is_not_patched_is_said_so():
@@ -711,7 +717,7 @@ def test_copies_have_no_originals():
             with pytest.raises(PatchError, match="no originals: it is a copy of a patched model"):
                 call(copied)
         assert hfaccel.patch(copied, "int4") is copied
-        with pytest.raises(AlreadyPatched):
+        with pytest.raises(AlreadyPatched, match="load the original model instead"):
             hfaccel.patch(copied, "int8")
         copied.lm_head.weight_scale.mul_(2)
     assert not torch.equal(copied.lm_head.weight_scale, model.lm_head.weight_scale)

@@ -1,6 +1,7 @@
 """save_pretrained of a patched model: whole or not at all, over what is there, with a card, no adapters."""
 
 import os
+import resource
 import signal
 import stat
 import sys
@@ -82,10 +83,44 @@ def test_a_failed_save_leaves_what_was_there(tmp_path, monkeypatch):
 
     monkeypatch.setattr(transformers.modeling_utils, "safe_save_file", full)
     for name in ("out", "other"):
-        with pytest.raises(OSError, match="no space left"):
+        with pytest.raises(OSError, match=f"{name} cannot be saved: no space left"):
             model.save_pretrained(tmp_path / name)
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == files
     assert os.listdir(tmp_path) == ["out"]
+
+
+def on_a_small_disk(limit_bytes: int, save) -> str:
+    """What `save` raises in a child in which no file can grow past a limit, as on a full disk."""
+    into, out = os.pipe()
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+        try:
+            save()
+        except Exception as error:
+            os.write(out, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(out)
+    os.waitpid(child, 0)
+    with open(into) as said:
+        return said.read()
+
+
+@pytest.mark.parametrize(
+    "limit_bytes", [0, 2000, 40_000]
+)  # of the config, of the weights' header, of weights
+@pytest.mark.parametrize("before", [False, True])
+def test_a_full_disk(limit_bytes, before, tmp_path):
+    model, old = patched(tiny("TL", seed=1), "int4"), patched(tiny("TL", seed=2), "int8")
+    if before:
+        old.save_pretrained(tmp_path / "out")
+    said = on_a_small_disk(limit_bytes, lambda: model.save_pretrained(tmp_path / "out"))
+    assert said.startswith("OSError: ") and f"{tmp_path / 'out'} cannot be saved: " in said
+    assert "File too large" in said
+    assert os.listdir(tmp_path) == (["out"] if before else [])
+    if before:
+        assert torch.equal(logits(reload(old, tmp_path / "out")), logits(old))
 
 
 def test_over_another_models_folder(tmp_path):
@@ -133,8 +168,13 @@ def test_over_the_folder_the_model_came_from(tmp_path):
 
 def test_what_cannot_be_saved_into(tmp_path):
     (tmp_path / "file").write_text("")
+    model = patched(tiny("TL"), "int4")
     with pytest.raises(PatchError, match="file is a file"):
-        patched(tiny("TL"), "int4").save_pretrained(tmp_path / "file")
+        model.save_pretrained(tmp_path / "file")
+    with pytest.raises(OSError, match="file/below cannot be saved"):
+        model.save_pretrained(tmp_path / "file" / "below")
+    with pytest.raises(PatchError, match="an empty path"):
+        model.save_pretrained("")
 
 
 def test_the_card(tmp_path):

@@ -217,6 +217,12 @@ def remove_shard(folder):
     return f"{shard.name} is missing"
 
 
+def truncate_shard(folder):
+    shard = sorted(folder.glob("model-*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-8])
+    return "weights are truncated or damaged"
+
+
 def newer_runtime(folder):
     config = config_json(folder) | {"hfaccel": {"format": 2, "transforms": []}}
     (folder / "config.json").write_text(json.dumps(config))
@@ -237,7 +243,17 @@ def odd_runtime(folder):
 
 
 @pytest.mark.parametrize(
-    "damage", [break_index, break_map, break_config, remove_shard, newer_runtime, newer_packed, odd_runtime]
+    "damage",
+    [
+        break_index,
+        break_map,
+        break_config,
+        remove_shard,
+        truncate_shard,
+        newer_runtime,
+        newer_packed,
+        odd_runtime,
+    ],
 )
 def test_damaged_folders(plain, tmp_path, damage):
     folder = shutil.copytree(plain, tmp_path / "copy")
