@@ -7,6 +7,7 @@ from torch import nn
 
 from hfaccel.anatomy import Anatomy, Block, anatomy
 from hfaccel.errors import UnsupportedModel
+from hfaccel.families import FAMILIES
 from hfaccel.runtime import Unsupported
 from hfaccel.runtime.plan import ASKED, TOKENS, Buffer, Matrix, Op, Plan, View, acts_key
 from hfaccel.runtime.plan_experts import experts
@@ -225,7 +226,7 @@ class Builder:
             out=attended,
             scale=block.scaling,
             window=block.window or 0,
-            softcap=self.facts.attention_softcap or 0.0,
+            softcap=self.softcap(block),
         )
         joined = self.buffer("joined", heads * size, TOKENS)
         self.ops += [
@@ -233,6 +234,13 @@ class Builder:
             Join(name=f"{block.attention}.join", layer=layer, x=attended, out=joined, attend=attend),
         ]
         return joined
+
+    def softcap(self, block: Block) -> float:
+        """As the attention module has it, which is what its forward reads; 0 for none."""
+        field = FAMILIES[self.parts.family].attention_softcap
+        if not field:
+            return 0.0
+        return getattr(self.modules[block.attention], field, self.facts.attention_softcap) or 0.0
 
     def heads(self, block: Block, role: str, view: View) -> View:
         """Norm and rotation of q or k."""

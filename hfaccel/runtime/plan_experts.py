@@ -42,7 +42,7 @@ def experts(builder: Builder, block: Block, normed: int, rows: str) -> int:
             x=scores,
             chosen=chosen,
             weights=weights,
-            renormalize=facts.router_renormalize,
+            renormalize=bool(getattr(router, "norm_topk_prob", facts.router_renormalize)),
         )
     )
     sent = builder.buffer("dispatched", up_gate.k, rows, per_row=k)
