@@ -88,6 +88,8 @@ def patch(
     Raises: PatchError (a ValueError) before anything changes, naming what was wrong and the known choices. A
         failure in the middle, also an interrupt, leaves the model as it was.
     """
+    from hfaccel.generate import gate
+
     target = inner_model(model)
     state: State | None = getattr(target, "_hfaccel", None)
     measured = config is None or config == AUTO
@@ -114,16 +116,17 @@ def patch(
     journal = Journal(target, keep_original)
     journal.check_space(plan.replaced())
     state = State(config, skipped=plan.skipped, journal=journal, bytes_before=model_bytes(target))
-    try:
-        _apply(root, target, plan, state, progress)
-        target._hfaccel = state
-    except BaseException:
-        vars(target).pop("_hfaccel", None)
-        with torch.inference_mode(False):
-            journal.rollback(target)
-        raise
-    finally:
-        release_memory()
+    with gate.alone(target, "patch(model)"):
+        try:
+            _apply(root, target, plan, state, progress)
+            target._hfaccel = state
+        except BaseException:
+            vars(target).pop("_hfaccel", None)
+            with torch.inference_mode(False):
+                journal.rollback(target)
+            raise
+        finally:
+            release_memory()
     journal.done()
     return model
 
