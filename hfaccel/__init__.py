@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from hfaccel.cache.quantized import KVCache
     from hfaccel.demo import demo_model
     from hfaccel.patch import original, patch, report, unpatch
+    from hfaccel.quant.gptq import GPTQ
     from hfaccel.quant.head import Head
     from hfaccel.quant.rtn import RTN
     from hfaccel.recipe import PatchConfig
+    from hfaccel.samples import CalibrationData
     from hfaccel.source import from_pretrained
 
 __version__ = "0.1.0"
@@ -30,10 +32,14 @@ _PUBLIC = {  # name -> module, imported on use: `import hfaccel` stays quick
     "demo_model": "hfaccel.demo",
     "PatchConfig": "hfaccel.recipe",
     "RTN": "hfaccel.quant.rtn",
+    "GPTQ": "hfaccel.quant.gptq",
+    "CalibrationData": "hfaccel.samples",
     "Head": "hfaccel.quant.head",
     "KVCache": "hfaccel.cache.quantized",
 }
 __all__ = [
+    "CalibrationData",
+    "GPTQ",
     "Head",
     "KVCache",
     "PatchConfig",

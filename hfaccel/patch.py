@@ -8,7 +8,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +16,17 @@ import torch
 from torch import nn
 
 from hfaccel import auto, checkpoint, compat
+from hfaccel.anatomy import Anatomy
+from hfaccel.calibrate import BlockLoop
 from hfaccel.errors import AlreadyPatched, PatchError
 from hfaccel.journal import Journal
+from hfaccel.observers import Stats, Want
 from hfaccel.progress import progress_bar
 from hfaccel.quant.linear import is_packed, packed_like, show_as_int8
 from hfaccel.quant.rounding import Rounding
 from hfaccel.recipe import AUTO, PatchConfig
 from hfaccel.report import Report, build_report, model_bytes
+from hfaccel.samples import CalibrationData, calibration_data, read_samples
 from hfaccel.sites import Plan, check_materialized
 from hfaccel.transform import Record, Site, Transform, Unit
 
@@ -78,7 +82,8 @@ def patch(
         config: a recipe string ("int4", "int8+kv8", ...: `hfaccel recipes`), one transform, a list of them, a
             dict as config.json stores it, or None: the choice measured on this device (`auto`). A second time
             the same config does nothing, nor does None where auto may have made the first choice.
-        calibration: texts, token tensors or a DataLoader, for the methods that need data.
+        calibration: for the methods that need data: texts, token ids, a dataset, a DataLoader, or
+            `CalibrationData` around them; None means the shipped text where a tokenizer is at hand.
         tokenizer: for calibration given as texts.
         keep_original: allow `unpatch` and `original`. Originals are never kept in RAM: they are read again
             from the checkpoint the model was loaded from where its bits are those in memory, else spilled to
@@ -114,11 +119,12 @@ def patch(
     root = model if isinstance(model, nn.Module) else target
     plan = Plan.of(target, config)
     journal = Journal(target, keep_original)
+    data = Data.of(plan, calibration, target, tokenizer)
     journal.check_space(plan.replaced())
     state = State(config, skipped=plan.skipped, journal=journal, bytes_before=model_bytes(target))
     with gate.alone(target, "patch(model)"):
         try:
-            _apply(root, target, plan, state, progress)
+            _apply(root, target, plan, data, state, progress)
             target._hfaccel = state
         except BaseException:
             vars(target).pop("_hfaccel", None)
@@ -240,20 +246,56 @@ def require_journal(state: State) -> Journal:
 # Applying -------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Data:
+    """What the transforms want observed, and the samples to observe it on."""
+
+    wants: list[tuple[Site, Want | None]]
+    settings: CalibrationData
+    samples: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, plan: Plan, calibration: Any, model: nn.Module, tokenizer: Any) -> Data | None:
+        """None if no transform wants any. Raises: PatchError for data that cannot be used, or none."""
+        wants = [(t, site, t.observer(site)) for t, sites in plan.work for site in sites]
+        asking = next((t for t, _, want in wants if want is not None), None)
+        if asking is None:
+            return None
+        settings, tokenizer = calibration_data(calibration, model, tokenizer, asking.step())
+        samples = read_samples(settings, model, tokenizer)
+        return cls([(site, want) for _, site, want in wants], settings, samples)
+
+    def loop(self, model: nn.Module, anatomy: Anatomy) -> BlockLoop:
+        settings = self.settings
+        limits = {"capture_tokens": settings.capture_tokens, "spill": settings.spill}
+        return BlockLoop(model, anatomy, self.samples, self.wants, **limits)
+
+
 @torch.inference_mode(False)  # what is made here may be trained with later
 @torch.no_grad()
-def _apply(root: nn.Module, model: nn.Module, plan: Plan, state: State, progress: bool) -> None:
+def _apply(
+    root: nn.Module, model: nn.Module, plan: Plan, data: Data | None, state: State, progress: bool
+) -> None:
     journal = state.journal
     compat.private_config(root, journal.on_undo)
     slots = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
     places = _places(root)
+    # Of each transform: weight -> its packed module, one tensor for all of its sites.
+    shared: list[dict[Any, nn.Module]] = [{} for _ in plan.work]
     total = sum(len(sites) for transform, sites in plan.work if transform.unit is Unit.LINEAR)
-    with progress_bar("patching", total, progress) as advance:
-        for transform, sites in plan.work:
-            shared: dict[Any, nn.Module] = {}  # weight -> its packed module: one tensor for all of its sites
-            for site in sites:
-                _apply_site(transform, site, state, slots, places, shared)
-                advance()
+    loop = None if data is None else data.loop(model, plan.anatomy)
+    total += 0 if loop is None else loop.passes * len(loop.samples)
+    with progress_bar("patching", total, progress) as advance, ExitStack() as stack:
+        steps = iter([(None, {})])
+        if loop is not None:
+            loop.advance = advance
+            steps = stack.enter_context(closing(iter(loop)))
+        for block, stats in steps:
+            for (transform, sites), twins in zip(plan.work, shared, strict=True):
+                for site in sites:
+                    if loop is None or site.block == block:
+                        _apply_site(transform, site, stats.get(site.name), state, slots, places, twins)
+                        advance()
     if plan.anatomy.tied:
         compat.tell_tying(model)
     settle(model, [transform for transform, _ in plan.work], state, journal.on_undo)
@@ -305,6 +347,7 @@ def _places(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
 def _apply_site(
     transform: Transform,
     site: Site,
+    stats: tuple[Stats, ...] | None,
     state: State,
     slots: Counter,
     places: dict[int, list[tuple[nn.Module, str]]],
@@ -317,7 +360,7 @@ def _apply_site(
         if twin is not None and isinstance(transform, Rounding):
             new = packed_like(site.module, twin.layout, dict(twin.packed))
         else:
-            new = transform.apply(site, None)
+            new = transform.apply(site, stats)
         if new is None:
             return
         if site.as_int8:

@@ -9,6 +9,7 @@ from hfaccel.transform import Transform
 
 TRANSFORMS = {  # name in recipes and in config.json -> "module:Class"
     "int": "hfaccel.quant.rtn:RTN",
+    "gptq": "hfaccel.quant.gptq:GPTQ",
     "head": "hfaccel.quant.head:Head",
     "kv": "hfaccel.cache.quantized:KVCache",
 }

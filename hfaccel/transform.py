@@ -16,6 +16,7 @@ from hfaccel.errors import PatchError, UnknownName
 
 if TYPE_CHECKING:
     from hfaccel.anatomy import Anatomy
+    from hfaccel.observers import Stats, Want
 
 
 class Stage(IntEnum):
@@ -102,12 +103,17 @@ class Transform:
     def check(self, model: nn.Module) -> None:
         """Raise `PatchError` for whatever can be refused before anything changes."""
 
-    def observer(self, site: Site) -> Any:
-        """What calibration must collect at `site`, or None."""
+    def observer(self, site: Site) -> Want | None:
+        """What calibration must collect of the inputs at `site`, or None."""
         return None
 
-    def apply(self, site: Site, stats: Any) -> nn.Module | None:
-        """The deployed form of `site.module`; None leaves it alone."""
+    def apply(self, site: Site, stats: tuple[Stats, ...] | None) -> nn.Module | None:
+        """The deployed form of `site.module`; None leaves it alone.
+
+        Args:
+            stats: what was observed, of each matrix in the order of packing (one, but for fused experts);
+                None where nothing was asked for.
+        """
         return None
 
     def prepare(self, site: Site) -> nn.Module:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hfaccel
-from hfaccel import RTN, Head, KVCache, PatchConfig, PatchError
+from hfaccel import GPTQ, RTN, Head, KVCache, PatchConfig, PatchError
 from hfaccel.errors import UnknownName
 from hfaccel.recipe import AUTO, recipe_table
 from hfaccel.registry import TRANSFORMS, all_transforms
@@ -25,6 +25,7 @@ TRANSFORM_STRATEGIES = {
             per_tensor=st.just(True),
         ),
     ),
+    "gptq": st.builds(GPTQ, bits=st.sampled_from((8, 4, 3, 2)), **grid, order=st.booleans()),
     "head": st.one_of(st.just(Head(bits=16)), st.builds(Head, bits=st.sampled_from((8, 4)), **grid)),
     "kv": st.just(KVCache(bits=8)),
 }
@@ -101,7 +102,7 @@ def test_options_in_any_order_and_spaces_around_steps():
         ("int8+", "an empty step"),
         ("int8++kv8", "an empty step"),
         ("itn8", "unknown recipe step 'itn8' \\(did you mean 'int8'\\?\\); known are int8, int4"),
-        ("gptq4.5", "unknown recipe step"),
+        ("gptq4.5", "known are gptq8, gptq4, gptq3, gptq2"),
         ("int5", "int5: known are int8, int4, int3, int2"),
         ("int", "known are int8, int4"),
         ("int4.5", "known are int8, int4"),
@@ -139,7 +140,7 @@ def test_bad_recipes(recipe, message):
         ({"transforms": [], "extra": 1}, "keys \\['extra', 'transforms'\\]"),
         ({"transforms": ["int8"]}, "needs a 'name'"),
         ({"transforms": [{"bits": 4}]}, "needs a 'name'"),
-        ({"transforms": [{"name": "itn"}]}, "unknown transform 'itn'; known are head, int, kv"),
+        ({"transforms": [{"name": "itn"}]}, "unknown transform 'itn'; known are gptq, head, int, kv"),
         ({"transforms": [{"name": ["int"]}]}, "unknown transform"),
         ({"transforms": [{"name": "int", "bit": 4}]}, "unknown field 'bit'; known are bits, group"),
         ({"transforms": [{"name": "int", "bits": 7}]}, "bits=7; known are 2, 3, 4, 8"),

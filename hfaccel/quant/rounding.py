@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hfaccel.anatomy import Anatomy, default_sites
 from hfaccel.errors import PatchError, UnknownName
+from hfaccel.observers import Stats
 from hfaccel.quant.linear import Round, pack_module
 from hfaccel.transform import Site, Stage, Transform, Unit
 from hfaccel_kernels.layouts import Layout
@@ -71,14 +72,17 @@ class Rounding(Transform):
     def default_targets(self, anatomy: Anatomy) -> tuple[str, ...]:
         return tuple(name for name in default_sites(anatomy) if name != anatomy.head)
 
-    def rounder(self, matrix: Tensor, stats: Any) -> Round:
+    def rounder(self, matrix: Tensor, stats: Stats | None) -> Round:
         """What rounds rows of one whole matrix [N, K], given what calibration collected (None without)."""
         raise NotImplementedError
 
-    def apply(self, site: Site, stats: Any) -> nn.Module:
+    def apply(self, site: Site, stats: tuple[Stats, ...] | None) -> nn.Module:
         check_finite(site)
+        each = iter(stats or ())
         try:
-            return pack_module(site.module, self.layout(site), lambda matrix: self.rounder(matrix, stats))
+            return pack_module(
+                site.module, self.layout(site), lambda matrix: self.rounder(matrix, next(each, None))
+            )
         except PatchError as error:
             raise PatchError(f"{site.name}: {error}") from None
 
