@@ -174,22 +174,33 @@ def pack_codes(codes: torch.Tensor, layout: Layout) -> torch.Tensor:
         full = codes.new_full((blocks * ROWS, k_pad), layout.zero)
         full[:n, index.to(codes.device) if index is not None else slice(None)] = codes
         codes = full
-    step = layout.k_step
-    # [blocks, steps, quad, row, i]
-    quads = codes.view(blocks, ROWS, k_pad // step, step // 4, 4).permute(0, 2, 3, 1, 4)
+    # A quad is one int32 word, so that four codes are shifted at once: [blocks, steps, quad, row]
+    steps = k_pad // layout.k_step
+    quads = _words(codes).view(blocks, ROWS, steps, layout.k_step // 4).permute(0, 2, 3, 1)
     if layout.bits == 8:
-        out = quads ^ 128
+        out = quads ^ _each(128)
     elif layout.bits == 4:
         out = quads[:, :, 0] | quads[:, :, 1] << 4
     elif layout.bits == 2:
         out = _planes2(quads)
     else:
-        low = torch.stack([_planes2(quads[:, :, :4] & 3), _planes2(quads[:, :, 4:] & 3)], 2)
-        high = quads[:, :, 0] >> 2
+        quads = quads.contiguous()
+        low, high = quads & _each(3), quads >> 2 & _each(1)
+        line = high[:, :, 0].clone()
         for j in range(1, 8):
-            high = high | (quads[:, :, j] >> 2) << j
-        out = torch.cat([low, high[:, :, None]], 2)
-    return out.reshape(blocks, -1).contiguous()
+            line |= high[:, :, j] << j
+        out = torch.stack([_planes2(low[:, :, :4]), _planes2(low[:, :, 4:]), line], 2)
+    return out.reshape(blocks, -1).contiguous().view(torch.uint8)
+
+
+def _words(codes: torch.Tensor) -> torch.Tensor:
+    """Bytes as int32, four to one; neither shifts below nor masks carry anything from byte to byte."""
+    return codes.contiguous().view(torch.int32)
+
+
+def _each(byte: int) -> int:
+    """The int32 that has this byte four times."""
+    return byte * 0x01010101 - (1 << 32 if byte > 127 else 0)
 
 
 def _planes2(quads: torch.Tensor) -> torch.Tensor:
@@ -200,20 +211,20 @@ def unpack_codes(weight: torch.Tensor, layout: Layout, n: int, k: int) -> torch.
     """The inverse of `pack_codes`: uint8 [n, k] unsigned codes (8 bits: signed code + 128)."""
     blocks, k_pad = weight.shape[0], layout.padded_k(k)
     steps = k_pad // layout.k_step
+    lines = _words(weight).view(blocks, steps, -1, ROWS)
     if layout.bits == 8:
-        quads = (weight ^ 128).view(blocks, steps, 1, ROWS, 4)
+        quads = lines ^ _each(128)
     elif layout.bits == 4:
-        line = weight.view(blocks, steps, ROWS, 4)
-        quads = torch.stack([line & 15, line >> 4], 2)
+        quads = torch.cat([lines & _each(15), lines >> 4 & _each(15)], 2)
     elif layout.bits == 2:
-        line = weight.view(blocks, steps, ROWS, 4)
-        quads = torch.stack([line >> 2 * j & 3 for j in range(4)], 2)
+        quads = torch.cat([lines >> 2 * j & _each(3) for j in range(4)], 2)
     else:
-        line = weight.view(blocks, steps, 3, ROWS, 4)
+        high = lines[:, :, 2]
         quads = torch.stack(
-            [(line[:, :, j // 4] >> 2 * (j % 4) & 3) | (line[:, :, 2] >> j & 1) << 2 for j in range(8)], 2
+            [(lines[:, :, j // 4] >> 2 * (j % 4) & _each(3)) | (high >> j & _each(1)) << 2 for j in range(8)],
+            2,
         )
-    codes = quads.permute(0, 3, 1, 2, 4).reshape(blocks * ROWS, k_pad)
+    codes = quads.permute(0, 3, 1, 2).reshape(-1).view(torch.uint8).view(blocks * ROWS, k_pad)
     index = _padding_index(layout, k)
     return codes[:n] if index is None else codes[:n, index.to(codes.device)]
 
