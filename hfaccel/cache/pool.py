@@ -15,7 +15,9 @@ by others when nothing else is left.
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,6 +86,7 @@ class PagePool:
         self.page_tokens, self.bits, self.budget_pages = page_tokens, bits, budget_pages
         self.layers: dict[int, LayerPages] = {}
         self.lock = threading.RLock()
+        _POOLS.add(self)
         self.version = 0  # bumped whenever a storage pointer changes: what a native plan compares
         self._clear()
 
@@ -241,6 +244,18 @@ class PagePool:
         return sum(
             x[0, 0].numel() * x.element_size() for pages in self.layers.values() for x in pages.tensors()
         )
+
+
+_POOLS: weakref.WeakSet[PagePool] = weakref.WeakSet()
+
+
+def _unlock() -> None:
+    for pool in list(_POOLS):
+        pool.lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # whoever held a lock in the parent is not in the child
+    os.register_at_fork(after_in_child=_unlock)
 
 
 class Sequence:

@@ -2,7 +2,7 @@
 
 Whoever changes a model (`patch`, `unpatch`, `original`) is refused while a thread generates with it; a
 `generate` that starts meanwhile waits, and then runs on what the model has become. After a fork the child
-has a gate of its own: threads that held the parent's do not exist there.
+finds every gate open, since the threads that were inside do not exist there, and generates on one thread.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import GenerationMixin
 
@@ -51,6 +52,8 @@ class Gate:
         return self.owner == threading.get_ident()
 
     def wait(self) -> None:
+        if self.forked and torch.get_num_threads() > 1:
+            torch.set_num_threads(1)  # the parent's OpenMP threads are not here: torch would wait for them
         with self.lock:
             while self.owner not in (None, threading.get_ident()):
                 self._free.wait()
@@ -93,7 +96,8 @@ def _reopen() -> None:
         gate.forked = True
 
 
-os.register_at_fork(after_in_child=_reopen)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reopen)
 
 
 class Gated(Mixin):
