@@ -9,6 +9,7 @@ returned.
 
 from __future__ import annotations
 
+import time
 from dataclasses import fields
 
 import torch
@@ -17,9 +18,12 @@ from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput,
 from hfaccel.cache.paged import PagedCache
 from hfaccel.cache.pool import Sequence
 from hfaccel.errors import PatchError
+from hfaccel.generate.sampling import chooser
 from hfaccel.runtime.runner import Runner
 
 CLAIM_TOKENS = 2048  # new tokens that a row's claim of neighbouring pages looks ahead, at most
+RUN_SECONDS = 0.2  # a call of several greedy steps, at most: between calls Ctrl-C is seen
+STREAM_SECONDS = 0.02  # the same where a streamer waits for tokens: what no reader notices
 
 
 def rows_of(
@@ -78,6 +82,34 @@ class Rows:
 
     def step(self, tokens: torch.Tensor, rows: list[int] | None) -> torch.Tensor:
         """Append one token to each of the rows (None: all): their logits [len(rows), vocab]."""
+        tokens, positions, sequences = self._of(tokens, rows)
+        count = len(sequences)
+        return self.runner.step(tokens, positions, sequences, [1] * count, self.every[:count])
+
+    @property
+    def has_candidates(self) -> bool:
+        return hasattr(self.runner.executor, "best")
+
+    def candidates(self, tokens: torch.Tensor, rows: list[int] | None, top: int) -> tuple[torch.Tensor, ...]:
+        """As `step`, but what `Runner.candidates` returns."""
+        return self.runner.candidates(*self._of(tokens, rows), top)
+
+    def greedy(
+        self, tokens: torch.Tensor, rows: list[int] | None, ahead: int, ends: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Append one token to each of the rows and go on greedily: [n <= ahead, len(rows)] chosen tokens."""
+        tokens, positions, sequences = self._of(tokens, rows)
+        if self.limit is not None:
+            ahead = min(ahead, self.limit - int(positions.max()))
+        chosen = self.runner.greedy(tokens, positions, sequences, ahead=ahead, ends=ends)
+        if len(chosen) > 1:
+            self.positions[slice(None) if rows is None else rows] += len(chosen) - 1
+        return chosen
+
+    def _of(
+        self, tokens: torch.Tensor, rows: list[int] | None
+    ) -> tuple[torch.Tensor, torch.Tensor, list[Sequence]]:
+        """Tokens, positions and sequences of the rows, whose positions move on by one."""
         if rows is None:
             sequences, positions = self.sequences, self.positions
             self.positions = self.positions + 1
@@ -88,8 +120,7 @@ class Rows:
             self.positions[index] += 1
         if self.limit is not None:
             self._check(int(positions.max()))
-        count = len(sequences)
-        return self.runner.step(tokens, positions, sequences, [1] * count, self.every[:count])
+        return tokens, positions, sequences
 
     def _check(self, position: int) -> None:
         if self.limit is not None and position >= self.limit:
@@ -137,25 +168,31 @@ def greedy(
 ) -> torch.Tensor:
     """The loop of `sample` for what most calls are: arg-max, no processors, an end by length or end token.
 
-    A token costs a dozen small tensor operations less than in `sample`, and no fp32 copy of the logits.
+    Several steps are one call of the executor, as many as its time allows.
     """
     batch, at = input_ids.shape
     ids = input_ids.new_full((batch, length), 0 if pad is None else int(pad))
     ids[:, :at] = input_ids
+    stops = torch.tensor(sorted(ends), device=ids.device) if ends else None
     alive = None  # all rows
+    ahead = 2
+    chosen = logits.argmax(-1)[None]
     while True:
-        tokens = logits.argmax(-1)
-        ids[slice(None) if alive is None else alive, at] = tokens
-        at += 1
-        if streamer is not None:
-            streamer.put(ids[:, at - 1].cpu())
+        for tokens in chosen:
+            ids[slice(None) if alive is None else alive, at] = tokens
+            at += 1
+            if streamer is not None:
+                streamer.put(ids[:, at - 1].cpu())
         if ends:
             left = range(batch) if alive is None else alive
-            left = [row for row, token in zip(left, tokens.tolist(), strict=True) if token not in ends]
+            left = [row for row, token in zip(left, chosen[-1].tolist(), strict=True) if token not in ends]
             alive = None if len(left) == batch else left
         if at == length or alive == []:
             break
-        logits = rows.step(ids[:, at - 1], alive)
+        start = time.perf_counter()
+        chosen = rows.greedy(ids[:, at - 1], alive, min(ahead, length - at), stops)
+        each = (time.perf_counter() - start) / len(chosen)
+        ahead = max(1, min(2 * ahead, int((RUN_SECONDS if streamer is None else STREAM_SECONDS) / each)))
     if streamer is not None:
         streamer.end()
     return ids[:, :at]
@@ -182,8 +219,6 @@ def sample(
     """
     config = generation_config
     detailed = config.return_dict_in_generate
-    keep_scores, keep_logits = detailed and config.output_scores, detailed and config.output_logits
-    scores, raw_logits = () if keep_scores else None, () if keep_logits else None
     ends = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
     pad = config._pad_token_tensor
     pad = None if pad is None else pad.to(input_ids.device)
@@ -200,22 +235,13 @@ def sample(
         plain = not (detailed or config.do_sample or logits_processor)
         if plain and (limits := plain_limits(stopping_criteria, input_ids)) is not None:
             return greedy(rows, out, input_ids, *limits, pad, streamer)
-        logits = out.to(copy=True, dtype=torch.float32, device=input_ids.device)
+        picker = chooser(rows, out, logits_processor, config)
         while True:
-            step_scores = logits_processor(input_ids, logits)
-            if keep_scores:
-                scores += (step_scores,)
-            if keep_logits:
-                raw_logits += (logits,)
-            if config.do_sample:
-                probs = torch.softmax(step_scores, dim=-1)
-                tokens = torch.multinomial(probs, num_samples=1).squeeze(1)
-            else:
-                tokens = torch.argmax(step_scores, dim=-1)
+            tokens = picker.choose(input_ids)
             if ends:
                 tokens = tokens * unfinished + pad * (1 - unfinished)
             input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
-            unfinished = unfinished & ~stopping_criteria(input_ids, scores)
+            unfinished = unfinished & ~stopping_criteria(input_ids, picker.scores)
             if streamer is not None:
                 streamer.put(tokens.cpu())
             if not unfinished.any():
@@ -223,12 +249,7 @@ def sample(
             alive = None
             if not detailed and not unfinished.all():
                 alive = unfinished.nonzero().flatten().tolist()
-            out = rows.step(tokens, alive)
-            if alive is None:
-                logits = out.to(copy=True, dtype=torch.float32, device=input_ids.device)
-            else:
-                logits = logits.clone()
-                logits[alive] = out.to(dtype=torch.float32, device=input_ids.device)
+            picker.advance(tokens, alive)
         if streamer is not None:
             streamer.end()
         if not detailed:
@@ -238,8 +259,8 @@ def sample(
         cache = rows.cache(input_ids.shape[1] - 1, layers)
         return GenerateDecoderOnlyOutput(
             sequences=input_ids,
-            scores=scores,
-            logits=raw_logits,
+            scores=picker.scores,
+            logits=picker.raw,
             **{"cache" if "cache" in names else "past_key_values": cache},
         )
     finally:

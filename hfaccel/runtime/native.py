@@ -36,6 +36,15 @@ _REFUSALS = {
     9: "pages that do not fit the model",
 }
 
+_INPUTS = (  # fields of the step's struct, in the order of `step`'s arguments
+    ("ids", torch.int64),
+    ("positions", torch.int64),
+    ("block_tables", torch.int32),
+    ("q_starts", torch.int32),
+    ("lengths", torch.int32),
+    ("rows", torch.int64),
+)
+
 
 @dataclass
 class Timing:
@@ -63,7 +72,7 @@ class Native:
         self.replicate = REPLICATE_TOKENS
         self._encoded = Encoded(self.plan)
         self._hidden: Encoded | None = None
-        self._step = Step()
+        self._step = Step(ahead=1)
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._pages = None
         self._pages_of: tuple | None = None
@@ -88,51 +97,95 @@ class Native:
         Raises: PatchError for ids, positions, rows or pages outside their range, before anything is written.
         """
         with self.lock:
-            encoded = self._encoded
-            if hidden:
-                if self._hidden is None:
-                    self._hidden = Encoded(build(self.model, hidden=True))
-                encoded = self._hidden
-            plan, asked = encoded.plan, rows.shape[0]
-            out = torch.empty(asked, plan.out_width, dtype=plan.dtype)
-            step = self._step
-            keep = []
-            for field, tensor, dtype in (
-                ("ids", ids, torch.int64),
-                ("positions", positions, torch.int64),
-                ("block_tables", block_tables, torch.int32),
-                ("q_starts", q_starts, torch.int32),
-                ("lengths", lengths, torch.int32),
-                ("rows", rows, torch.int64),
-            ):
-                if tensor.dtype != dtype or not tensor.is_contiguous():
-                    tensor = tensor.to(dtype).contiguous()
-                    keep.append(tensor)
-                setattr(step, field, tensor.data_ptr())
-            if positions.shape[0] != ids.shape[0] or q_starts.shape[0] != lengths.shape[0] + 1:
-                raise PatchError(_REFUSALS[2])
-            step.tokens, step.asked, step.sequences = ids.shape[0], asked, lengths.shape[0]
-            step.table_stride = block_tables.shape[1]
-            step.logits, step.logits_ld = out.data_ptr(), plan.out_width
-            step.logits_dtype = native.DTYPES[plan.dtype]
-            step.threads, step.replicate = torch.get_num_threads(), self.replicate
-            if self._pages_of != (id(pool), pool.version):
-                self._find_pages(pool)
-            step.profile = self._profile_of(encoded)
-            code = self.library.hfa_plan_run(ctypes.byref(encoded.c), ctypes.byref(step))
-            if code == _ARENA:
-                bytes_ = self.library.hfa_plan_arena(ctypes.byref(encoded.c), ctypes.byref(step))
-                self._arena = None  # free before allocating the larger one
-                self._arena = torch.empty(bytes_ + bytes_ // 4, dtype=torch.uint8)
-                step.arena, step.arena_bytes = self._arena.data_ptr(), self._arena.numel()
-                code = self.library.hfa_plan_run(ctypes.byref(encoded.c), ctypes.byref(step))
-            if code:
-                raise PatchError(
-                    _REFUSALS.get(code, f"native step failed with {code}").format(
-                        vocab=plan.vocab, max_positions=plan.max_positions, pages=step.pages_count
-                    )
-                )
+            encoded = self._of(hidden)
+            out = torch.empty(rows.shape[0], encoded.plan.out_width, dtype=encoded.plan.dtype)
+            self._run(encoded, pool, (ids, positions, block_tables, q_starts, lengths, rows), out)
             return out
+
+    def best(
+        self,
+        pool: PagePool,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        block_tables: torch.Tensor,
+        q_starts: torch.Tensor,
+        lengths: torch.Tensor,
+        rows: torch.Tensor,
+        *,
+        top: int = 1,
+        ahead: int = 1,
+        ends: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A step, or a run of greedy steps, and the best candidates in place of all logits.
+
+        Args:
+            top: candidates of each asked row, best first; equal ones by id.
+            ahead: steps to run, each with the best candidate of the one before as every sequence's next token
+                (one token a sequence, rows 0 .. B - 1, top 1; the block tables reach to the last). It ends
+                early after a step in which a row's best is in `ends` [E] int64.
+        Returns: values [steps run, R, top] fp32, their ids int64, and the last step's logits
+            [R, vocab]. The tensors given are not changed.
+        Raises: as `step`.
+        """
+        with self.lock:
+            encoded, asked, step = self._encoded, rows.shape[0], self._step
+            out = torch.empty(asked, encoded.plan.out_width, dtype=encoded.plan.dtype)
+            values = torch.empty(ahead, asked, top)
+            found = torch.empty(ahead, asked, top, dtype=torch.int64)
+            if ahead > 1:  # moved on in place
+                ids, positions, lengths = ids.clone(), positions.clone(), lengths.clone()
+            step.best, step.best_ids = values.data_ptr(), found.data_ptr()
+            step.top, step.ahead = top, ahead
+            step.ends_count = 0 if ends is None else ends.shape[0]
+            step.ends = None if ends is None else ends.data_ptr()
+            try:
+                self._run(encoded, pool, (ids, positions, block_tables, q_starts, lengths, rows), out)
+            finally:
+                step.top, step.ahead, step.ends_count = 0, 1, 0
+            return values[: step.done], found[: step.done], out
+
+    def _of(self, hidden: bool) -> Encoded:
+        """The plan up to the logits, or to the hidden states."""
+        if not hidden:
+            return self._encoded
+        if self._hidden is None:
+            self._hidden = Encoded(build(self.model, hidden=True))
+        return self._hidden
+
+    def _run(
+        self, encoded: Encoded, pool: PagePool, inputs: tuple[torch.Tensor, ...], out: torch.Tensor
+    ) -> None:
+        """Fill the step's struct, run it, and grow the arena where it is short. Holds the lock."""
+        step, plan, keep = self._step, encoded.plan, []
+        for (field, dtype), tensor in zip(_INPUTS, inputs, strict=True):
+            if tensor.dtype != dtype or not tensor.is_contiguous():
+                tensor = tensor.to(dtype).contiguous()
+                keep.append(tensor)
+            setattr(step, field, tensor.data_ptr())
+        ids, positions, block_tables, q_starts, lengths, rows = inputs
+        if positions.shape[0] != ids.shape[0] or q_starts.shape[0] != lengths.shape[0] + 1:
+            raise PatchError(_REFUSALS[2])
+        step.tokens, step.asked, step.sequences = ids.shape[0], rows.shape[0], lengths.shape[0]
+        step.table_stride = block_tables.shape[1]
+        step.logits, step.logits_ld = out.data_ptr(), plan.out_width
+        step.logits_dtype = native.DTYPES[plan.dtype]
+        step.threads, step.replicate = torch.get_num_threads(), self.replicate
+        if self._pages_of != (id(pool), pool.version):
+            self._find_pages(pool)
+        step.profile = self._profile_of(encoded)
+        code = self.library.hfa_plan_run(ctypes.byref(encoded.c), ctypes.byref(step))
+        if code == _ARENA:
+            bytes_ = self.library.hfa_plan_arena(ctypes.byref(encoded.c), ctypes.byref(step))
+            self._arena = None  # free before allocating the larger one
+            self._arena = torch.empty(bytes_ + bytes_ // 4, dtype=torch.uint8)
+            step.arena, step.arena_bytes = self._arena.data_ptr(), self._arena.numel()
+            code = self.library.hfa_plan_run(ctypes.byref(encoded.c), ctypes.byref(step))
+        if code:
+            raise PatchError(
+                _REFUSALS.get(code, f"native step failed with {code}").format(
+                    vocab=plan.vocab, max_positions=plan.max_positions, pages=step.pages_count
+                )
+            )
 
     def _find_pages(self, pool: PagePool) -> None:
         layers = self.plan.layers()

@@ -111,10 +111,16 @@ class Step(ctypes.Structure):
         ("logits_dtype", _i32),
         ("threads", _i32),
         ("replicate", _i32),
-        ("reserved", _i32),
+        ("top", _i32),
         ("arena", _ptr),
         ("arena_bytes", _i64),
         ("profile", _ptr),
+        ("ahead", _i64),
+        ("ends", _ptr),
+        ("ends_count", _i64),
+        ("best", _ptr),
+        ("best_ids", _ptr),
+        ("done", _i64),
     ]
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Protocol
@@ -174,19 +175,76 @@ class Runner:
         """
         with self.lock:
             executor = self.executor or self.refresh()
-            before = [s.length for s in sequences]
-            try:
-                for sequence, count in zip(sequences, counts, strict=True):
-                    sequence.extend(count)
-                tensors = self._tensors(sequences, counts)
-                self.steps += 1
+            with self._appending(sequences, counts) as tensors:
                 return executor.step(self.pool, ids, positions, *tensors, rows, hidden=hidden)
-            except BaseException:
-                for sequence, length in zip(sequences, before, strict=True):
-                    sequence.rollback(max(0, sequence.length - length))
-                raise
 
-    def _tensors(self, sequences: list[Sequence], counts: list[int]) -> tuple[torch.Tensor, ...]:
+    @torch.no_grad()
+    def greedy(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        sequences: list[Sequence],
+        *,
+        ahead: int,
+        ends: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Append one token to each sequence and go on with the best ones: the tokens that follow.
+
+        Args:
+            tokens, positions: [B] int64.
+            ahead: steps wished for; an executor may run fewer, and stops after a step that chose one of
+                `ends` [E] int64.
+        Returns: [n, B] int64, 1 <= n <= ahead; the last row is not appended yet.
+        Raises: as `step`, with all sequences as before.
+        """
+        with self.lock:
+            executor, count = self.executor or self.refresh(), len(sequences)
+            rows = torch.arange(count, device=tokens.device)
+            if not hasattr(executor, "best"):
+                return self.step(tokens, positions, sequences, [1] * count, rows).argmax(-1)[None]
+            with self._appending(sequences, [1] * count, ahead - 1) as tensors:
+                args = (self.pool, tokens, positions, *tensors, rows)
+                chosen = executor.best(*args, ahead=ahead, ends=ends)[1]
+            for sequence in sequences:
+                sequence.rollback(ahead - len(chosen))
+            return chosen[:, :, 0]
+
+    @torch.no_grad()
+    def candidates(
+        self, tokens: torch.Tensor, positions: torch.Tensor, sequences: list[Sequence], top: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Append one token to each sequence: its `top` largest logits.
+
+        Returns: [B, top] fp32, best first and equal ones by id; their ids [B, top] int64; all logits
+            [B, vocab]. None, with nothing done, where the executor has no such thing.
+        """
+        with self.lock:
+            executor, count = self.executor or self.refresh(), len(sequences)
+            if not hasattr(executor, "best"):
+                return None
+            with self._appending(sequences, [1] * count) as tensors:
+                args = (self.pool, tokens, positions, *tensors, torch.arange(count))
+                values, ids, logits = executor.best(*args, top=top)
+            return values[0], ids[0], logits
+
+    @contextmanager
+    def _appending(self, sequences: list[Sequence], counts: list[int], more: int = 0):
+        """Slots for `counts` new tokens and `more`, and a step's tensors; slots go back if the block
+        raises."""
+        before = [s.length for s in sequences]
+        try:
+            for sequence, count in zip(sequences, counts, strict=True):
+                sequence.extend(count + more)
+            self.steps += 1
+            yield self._tensors(sequences, counts, more)
+        except BaseException:
+            for sequence, length in zip(sequences, before, strict=True):
+                sequence.rollback(max(0, sequence.length - length))
+            raise
+
+    def _tensors(
+        self, sequences: list[Sequence], counts: list[int], more: int = 0
+    ) -> tuple[torch.Tensor, ...]:
         """block_tables [B, max_blocks], q_starts [B + 1], lengths [B], all int32 on the model's device."""
         blocks = max((len(s.pages) for s in sequences), default=1)
         tables = np.full((len(sequences), max(1, blocks)), -1, np.int32)
@@ -195,7 +253,7 @@ class Runner:
             row[:used] = sequence.table[:used]
         starts = np.zeros(len(sequences) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
-        lengths = np.fromiter((s.length for s in sequences), np.int32, len(sequences))
+        lengths = np.fromiter((s.length - more for s in sequences), np.int32, len(sequences))
         found = [torch.from_numpy(x) for x in (tables, starts, lengths)]
         device = self.model.device
         return tuple(found if device.type == "cpu" else [x.to(device) for x in found])

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 import tiny
+from hfaccel.cache.pool import PagePool, Sequence
 from hfaccel.errors import PatchError
 from hfaccel.runtime import Unsupported
 from hfaccel.runtime.native import Native, executor
 from hfaccel.runtime.plan_build import build
 from hfaccel.runtime.plan_reference import Reference
+from hfaccel.runtime.runner import Runner
 from hfaccel_kernels import native
 from hfaccel_kernels.layouts import Layout
 from plans import FAMILIES, Steps, quantize, record_errors
@@ -357,3 +359,79 @@ def test_other_instruction_sets_give_the_same_bits(name):
         ).stdout
 
     assert run(name) == run("auto")
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_candidates_are_the_largest_logits(threads, dtype):
+    """Values and ids of a step's best against a stable sort of the logits it wrote, ties by id."""
+    torch.set_num_threads(threads)
+    model, rows = tiny.tiny("llama").to(dtype), torch.tensor([4, 11])
+    with torch.no_grad():
+        model.get_output_embeddings().weight[40:90] = model.get_output_embeddings().weight[3]  # ties
+    run, pool = executor(model), PagePool()
+    sequence = Sequence(pool)
+    sequence.extend(12)
+    tables = torch.from_numpy(sequence.table[None].copy())
+    starts, lengths = torch.tensor([0, 12], dtype=torch.int32), torch.tensor([12], dtype=torch.int32)
+    inputs = (tiny.ids(1, 12)[0], torch.arange(12), tables, starts, lengths, rows)
+    want = run.step(pool, *inputs)
+    for top in (1, 5, 64, model.config.vocab_size):
+        values, found, logits = run.best(pool, *inputs, top=top)
+        assert torch.equal(logits, want) and values.shape == found.shape == (1, 2, top)
+        order = want.float().sort(dim=-1, descending=True, stable=True)
+        assert torch.equal(values[0], order.values[:, :top])
+        assert torch.equal(found[0], order.indices[:, :top])
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_bits": 8}], ids=["fp32 pages", "int8 pages"])
+def test_a_run_of_greedy_steps_is_the_same_steps_one_by_one(options):
+    """Tokens and pages; it stops behind an end token, and refuses what single steps would refuse."""
+    model = quantize(tiny.tiny("qwen3"), INT4)
+    prompts = [tiny.ids(1, n, seed=n)[0] for n in (30, 9, 62)]
+    runner = Runner(model, **options)
+    assert runner.refresh().name == "native"
+
+    def start():
+        sequences = [runner.sequence() for _ in prompts]
+        logits = runner.prefill(prompts, [torch.arange(len(p)) for p in prompts], sequences)
+        return sequences, logits.argmax(-1), torch.tensor([len(p) for p in prompts])
+
+    sequences, tokens, at = start()
+    singles = [tokens]
+    for step in range(20):
+        rows = torch.arange(3)
+        singles.append(runner.step(singles[-1], at + step, sequences, [1] * 3, rows).argmax(-1))
+    singles = torch.stack(singles)
+
+    sequences, tokens, at = start()
+    seen, lengths = [tokens[None]], at.clone()
+    while sum(map(len, seen)) < 21:
+        chosen = runner.greedy(seen[-1][-1], lengths, sequences, ahead=min(7, 21 - sum(map(len, seen))))
+        lengths = lengths + len(chosen)
+        seen.append(chosen)
+        assert [s.length for s in sequences] == lengths.tolist()
+    assert torch.equal(torch.cat(seen), singles)
+
+    sequences, tokens, at = start()
+    end = singles[4, 1]
+    first = int((singles[1:] == end).any(1).nonzero()[0])
+    chosen = runner.greedy(tokens, at, sequences, ahead=20, ends=torch.tensor([5000, int(end)]))
+    assert torch.equal(chosen, singles[1 : first + 2])
+    assert [s.length for s in sequences] == (at + first + 1).tolist()
+    pages = runner.pool.used_pages
+    with pytest.raises(PatchError, match="token id outside"):
+        runner.greedy(tokens + 10**6, at, sequences, ahead=4)
+    assert runner.pool.used_pages == pages and [s.length for s in sequences] == (at + first + 1).tolist()
+
+
+def test_a_run_ends_at_the_table_of_learned_positions():
+    model = tiny.tiny("gpt2", max_position_embeddings=32)
+    runner = Runner(model)
+    runner.refresh()
+    sequence, ids = runner.sequence(), tiny.ids(1, 20)[0]
+    runner.prefill([ids], [torch.arange(20)], [sequence])
+    with pytest.raises(PatchError, match="beyond the model's table of 32"):
+        runner.greedy(ids[:1], torch.tensor([20]), [sequence], ahead=13)
+    assert sequence.length == 20
+    assert len(runner.greedy(ids[:1], torch.tensor([20]), [sequence], ahead=12)) == 12

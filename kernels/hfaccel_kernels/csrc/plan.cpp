@@ -7,25 +7,13 @@
 
 #include "ops_attend.h"
 #include "ops_experts.h"
+#include "ops_pick.h"
 #include "ops_rows.h"
 #include "parallel.h"
+#include "plan_check.h"
 
 namespace hfa {
 namespace {
-
-// What hfa_plan_run returns, and native.py's words for it.
-enum Error {
-    kOk = 0,
-    kSchema = 1,      // plan of another schema
-    kStep = 2,        // sizes that contradict each other
-    kToken = 3,       // an id outside the vocabulary
-    kPosition = 4,    // a position outside the learned table, or negative
-    kLength = 5,      // a sequence shorter than its new tokens, or none of them
-    kPage = 6,        // a block table entry outside the pool
-    kRow = 7,         // an asked row outside the step
-    kArena = 8,       // arena too small
-    kPlan = 9,        // a record that does not fit its buffers
-};
 
 int64_t now_ns() {
     timespec t;
@@ -51,7 +39,7 @@ struct Walk {
         for (int64_t b = 0; b < s.sequences; ++b) {
             const int64_t n = s.q_starts[b + 1] - s.q_starts[b];
             if (n > 1) fused = false;
-            const int64_t here = (s.lengths[b] + kKeys - 1) / kKeys;
+            const int64_t here = (s.lengths[b] + s.ahead - 1 + kKeys - 1) / kKeys;
             if (n == 1 && here > blocks) blocks = here;
         }
         bytes = 0;
@@ -390,39 +378,20 @@ void run(const Walk& w, const HfaOp& op, int tid, int nthreads) {
     }
 }
 
-// Everything that could send a thread outside its buffers. Costs about a nanosecond a token and a page.
-int check(const HfaPlan& plan, const HfaStep& step) {
-    if (plan.schema != HFA_PLAN_SCHEMA) return kSchema;
-    if (step.tokens < 1 || step.sequences < 1 || step.asked < 0 || step.threads < 1 || step.page_tokens < 1)
-        return kStep;
-    if (step.q_starts[0] != 0 || step.q_starts[step.sequences] != step.tokens) return kStep;
-    for (int64_t t = 0; t < step.tokens; ++t) {
-        if (step.ids[t] < 0 || step.ids[t] >= plan.vocab) return kToken;
-        if (step.positions[t] < 0 || (plan.max_positions && step.positions[t] >= plan.max_positions)) return kPosition;
+// Writes a step's candidates and, where another step follows, what it begins with. Whether one of `ends` was chosen.
+bool next_tokens(HfaStep& step, int64_t round, const Best* lists, int parts) {
+    bool ended = false;
+    for (int64_t row = 0; row < step.asked; ++row) {
+        const int64_t at = (round * step.asked + row) * step.top;
+        merge_best(lists + row * parts * step.top, parts, step.top, step.best + at, step.best_ids + at);
+        if (step.ahead == 1) continue;
+        for (int64_t e = 0; e < step.ends_count; ++e) ended |= step.best_ids[at] == step.ends[e];
+        step.ids[row] = step.best_ids[at];
+        ++step.positions[row];
+        ++step.lengths[row];
     }
-    for (int64_t b = 0; b < step.sequences; ++b) {
-        const int64_t n = step.q_starts[b + 1] - step.q_starts[b];
-        if (n < 0 || step.lengths[b] < n) return kLength;
-        const int64_t pages = n ? (step.lengths[b] + step.page_tokens - 1) / step.page_tokens : 0;
-        if (pages > step.table_stride) return kPage;
-        for (int64_t p = 0; p < pages; ++p) {
-            const int32_t page = step.block_tables[b * step.table_stride + p];
-            if (page < 0 || page >= step.pages_count) return kPage;
-        }
-    }
-    for (int64_t i = 0; i < step.asked; ++i)
-        if (step.rows[i] < 0 || step.rows[i] >= step.tokens) return kRow;
-    for (int i = 0; i < plan.ops; ++i) {
-        const HfaOp& op = plan.op[i];
-        for (int j = 0; j < 3; ++j)
-            if (op.out[j] >= plan.buffers || op.view[j].buffer >= plan.buffers) return kPlan;
-        if (op.kind != HFA_OP_ATTEND && op.kind != HFA_OP_CACHE && op.kind != HFA_OP_JOIN) continue;
-        if (op.ints[0] < 0 || op.ints[0] >= plan.layers) return kPlan;
-        const HfaPages& p = step.pages[op.ints[0]];
-        if (p.kv_heads != op.view[1].count || p.k_size != op.view[1].size || p.v_size != op.view[2].size)
-            return kPlan;
-    }
-    return kOk;
+    step.done = round + 1;
+    return ended;
 }
 
 }  // namespace
@@ -448,26 +417,43 @@ HFA_EXPORT void hfa_plan_offsets(const HfaPlan* plan, const HfaStep* step, int64
     for (int i = 0; i < plan->buffers; ++i) offsets[i] = walk.offset[i];
 }
 
-HFA_EXPORT int hfa_plan_run(const HfaPlan* plan, const HfaStep* step) {
+HFA_EXPORT int hfa_plan_run(const HfaPlan* plan, HfaStep* step) {
     using namespace hfa;
+    step->done = 0;
     if (const int error = check(*plan, *step)) return error;
     Walk walk(*plan, *step);
     if (walk.bytes > step->arena_bytes) return kArena;
     const int bit = walk.replicated | walk.fused << 1;
+    const int64_t found = step->asked * step->top;
+    std::vector<Best> lists(found * step->threads);
+    bool ended = false;
     parallel(step->threads, [&](int tid, int nthreads) {
         const bool timed = step->profile && tid == 0;
-        for (int i = 0; i < plan->ops; ++i) {
-            const HfaOp& op = plan->op[i];
-            int64_t start = timed ? now_ns() : 0;
-            if (op.sync >> bit & 1) walk.barrier.wait(nthreads);
-            if (timed) {
-                const int64_t waited = now_ns();
-                step->profile[2 * i + 1] += waited - start;
-                start = waited;
+        for (int64_t round = 0; round < step->ahead && !ended; ++round) {
+            for (int i = 0; i < plan->ops; ++i) {
+                const HfaOp& op = plan->op[i];
+                int64_t start = timed ? now_ns() : 0;
+                if (op.sync >> bit & 1) walk.barrier.wait(nthreads);
+                if (timed) {
+                    const int64_t waited = now_ns();
+                    step->profile[2 * i + 1] += waited - start;
+                    start = waited;
+                }
+                run(walk, op, tid, nthreads);
+                if (timed) step->profile[2 * i] += now_ns() - start;
             }
-            run(walk, op, tid, nthreads);
-            if (timed) step->profile[2 * i] += now_ns() - start;
+            if (!step->top) continue;
+            walk.barrier.wait(nthreads);
+            const Range columns = share((step->logits_ld + 15) / 16, tid, nthreads);
+            const int64_t end = columns.end * 16 < step->logits_ld ? columns.end * 16 : step->logits_ld;
+            for (int64_t row = 0; row < step->asked; ++row)
+                best_of(step->logits, row * step->logits_ld, step->logits_dtype, columns.begin * 16, end, step->top,
+                        &lists[(row * nthreads + tid) * step->top]);
+            walk.barrier.wait(nthreads);
+            if (tid == 0) ended = next_tokens(*step, round, lists.data(), nthreads);
+            if (step->ahead > 1) walk.barrier.wait(nthreads);
         }
     });
+    if (!step->top) step->done = 1;
     return kOk;
 }

@@ -91,12 +91,12 @@ struct HfaPages {
 
 struct HfaStep {
     int64_t tokens, asked, sequences;
-    const int64_t* ids;           // [tokens]
-    const int64_t* positions;     // [tokens]
+    int64_t* ids;                 // [tokens]
+    int64_t* positions;           // [tokens]
     const int32_t* block_tables;  // [sequences, table_stride]
     int64_t table_stride;
     const int32_t* q_starts;      // [sequences + 1]
-    const int32_t* lengths;       // [sequences], the step's tokens included
+    int32_t* lengths;             // [sequences], the step's tokens included
     const int64_t* rows;          // [asked] indices into the tokens
     const HfaPages* pages;        // [layers]
     int64_t pages_count, page_tokens;
@@ -105,14 +105,23 @@ struct HfaStep {
     int32_t logits_dtype;
     int32_t threads;
     int32_t replicate;            // largest number of tokens for which row records are replicated
-    int32_t reserved;
+    int32_t top;                  // candidates wanted of each row of logits, at most their columns; 0: none
     void* arena;
     int64_t arena_bytes;
     int64_t* profile;             // [ops, 2] nanoseconds of thread 0 in the record and in the barrier before, or NULL
+    // A run of `ahead` greedy steps in one call: every sequence has one token and its row is asked for, top is 1, the
+    // block tables reach as far, and ids, positions and lengths are moved on in place. It ends early after a step in
+    // which a row's best is one of `ends`; `done` says how many steps were run.
+    int64_t ahead;
+    const int64_t* ends;
+    int64_t ends_count;
+    float* best;                  // [ahead, asked, top] values and ids, best first (ops_pick.h)
+    int64_t* best_ids;
+    int64_t done;
 };
 
 // Bytes of arena a step needs, 64-byte aligned.
 HFA_EXPORT int64_t hfa_plan_arena(const HfaPlan* plan, const HfaStep* step);
 HFA_EXPORT void hfa_plan_offsets(const HfaPlan* plan, const HfaStep* step, int64_t* offsets);
 // Runs a step. 0, or the number of the check that failed (plan.cpp: kErrors); nothing has been written then.
-HFA_EXPORT int hfa_plan_run(const HfaPlan* plan, const HfaStep* step);
+HFA_EXPORT int hfa_plan_run(const HfaPlan* plan, HfaStep* step);
