@@ -307,3 +307,40 @@ def test_a_forced_kernel_backend_binds_the_plan(monkeypatch):
     monkeypatch.setenv("HFACCEL_BACKEND", "fast")
     with pytest.raises(ValueError, match="known are auto, reference, native, triton"):
         made.refresh()
+
+
+_EDITS = {
+    "gemma2": [
+        lambda m: setattr(m.model.layers[1].self_attn, "attn_logit_softcapping", 0.5),
+        lambda m: setattr(m.model.layers[0].self_attn, "attn_logit_softcapping", None),
+        lambda m: setattr(m.config, "attn_logit_softcapping", 0.5),  # read when the model was made
+        lambda m: setattr(m.config, "final_logit_softcapping", 1.0),
+        lambda m: setattr(m.model.layers[1].self_attn, "scaling", 0.3),
+        lambda m: setattr(m.model.norm, "eps", 0.5),
+    ],
+    "qwen3_moe": [
+        lambda m: setattr(m.model.layers[0].mlp.gate, "norm_topk_prob", True),
+        lambda m: setattr(m.model.layers[1].mlp.gate, "top_k", 1),
+    ],
+    "llama": [
+        lambda m: setattr(m.model.rotary_emb, "attention_scaling", 0.5),
+        lambda m: m.model.rotary_emb.inv_freq.mul_(0.5),
+        lambda m: setattr(m.model.layers[0].mlp, "act_fn", torch.nn.GELU()),
+    ],
+}
+
+
+@pytest.mark.parametrize("executor", ["modules", "auto"])
+@pytest.mark.parametrize("family", _EDITS)
+@torch.no_grad()
+def test_edits_of_modules_and_config_after_patch_are_followed(family, executor, monkeypatch):
+    monkeypatch.setenv("HFACCEL_EXECUTOR", executor)
+    plain, model = tiny(family), tiny(family)
+    mixin.install(model)
+    details = dict(do_sample=False, max_new_tokens=1, return_dict_in_generate=True, output_logits=True)
+    for edit in _EDITS[family]:
+        model.generate(ids(2, 12), **details)
+        edit(plain)
+        edit(model)
+        want, got = (torch.stack(one.generate(ids(2, 12), **details).logits) for one in (plain, model))
+        torch.testing.assert_close(got, want, atol=3e-4, rtol=0)
