@@ -250,7 +250,7 @@ def packed_kind(module: nn.Module) -> str | None:
 
 def packed_sizes(module: nn.Module) -> tuple[int, ...]:
     """Sizes of a packed module or of one that can be packed."""
-    from hfaccel.quant.linear import QuantExperts, is_conv1d, is_fused_experts, matrix_size
+    from hfaccel.quant.linear import QuantExperts, is_fused_experts, matrix_size, size_of
 
     if isinstance(module, QuantExperts):
         return tuple(
@@ -259,9 +259,7 @@ def packed_sizes(module: nn.Module) -> tuple[int, ...]:
     if is_fused_experts(module):
         names = QuantExperts.PROJECTIONS
         return tuple(size for name in names for size in (module.num_experts, *matrix_size(module, name)))
-    if isinstance(module, nn.Embedding):
-        return module.num_embeddings, module.embedding_dim
-    return (module.nf, module.nx) if is_conv1d(module) else (module.out_features, module.in_features)
+    return size_of(module)
 
 
 def compute_dtype(module: nn.Module, model: nn.Module) -> torch.dtype:

@@ -128,7 +128,8 @@ class Loading:
 
     def _swap(self, name: str, packed: Packed) -> None:
         from hfaccel.patch import tensor_bytes
-        from hfaccel.quant.linear import is_fused_experts, is_packed, show_as_int8, skeleton, unpackable
+        from hfaccel.quant.linear import is_fused_experts, is_packed, show_as_int8
+        from hfaccel.quant.packing import skeleton, unpackable
 
         original = _module(self.model, name, name)
         if is_packed(original):  # one module under two names, swapped under the first

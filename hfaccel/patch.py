@@ -22,7 +22,8 @@ from hfaccel.errors import AlreadyPatched, PatchError
 from hfaccel.journal import Journal
 from hfaccel.observers import Stats, Want
 from hfaccel.progress import progress_bar
-from hfaccel.quant.linear import is_packed, packed_like, show_as_int8
+from hfaccel.quant.linear import is_packed, show_as_int8
+from hfaccel.quant.packing import packed_like
 from hfaccel.quant.rounding import Rounding
 from hfaccel.recipe import AUTO, PatchConfig
 from hfaccel.report import Report, build_report, model_bytes

@@ -12,7 +12,8 @@ from hfaccel.anatomy import Anatomy, anatomy, builtin_ignore
 from hfaccel.errors import PatchError
 from hfaccel.match import select
 from hfaccel.quant.head import Head
-from hfaccel.quant.linear import is_fused_experts, unpackable
+from hfaccel.quant.linear import is_fused_experts
+from hfaccel.quant.packing import unpackable
 from hfaccel.recipe import PatchConfig
 from hfaccel.transform import Site, Transform, Unit
 

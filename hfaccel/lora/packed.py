@@ -20,7 +20,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 
 from hfaccel.errors import PatchError
-from hfaccel.quant.linear import QuantEmbedding, QuantLinear, pack_matrix
+from hfaccel.quant.linear import QuantEmbedding, QuantLinear
+from hfaccel.quant.packing import pack_matrix
 from hfaccel.quant.rtn import round_to_nearest
 
 _WEIGHT_READERS = ("DoraLinearVariant", "DoraEmbeddingVariant", "KasaLinearVariant")

@@ -26,7 +26,7 @@ from torch import Tensor
 from hfaccel.errors import PatchError
 from hfaccel.observers import Stats, Want
 from hfaccel.quant.grid import bounds, divisor, search_grid
-from hfaccel.quant.linear import Round
+from hfaccel.quant.packing import Round
 from hfaccel.quant.rounding import Rounding
 from hfaccel.quant.rtn import round_to_nearest
 from hfaccel.transform import Site

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hfaccel.anatomy import Anatomy
 from hfaccel.errors import PatchError, UnknownName
-from hfaccel.quant.linear import Round
+from hfaccel.quant.packing import Round
 from hfaccel.quant.rounding import Rounding
 from hfaccel.quant.rtn import round_to_nearest
 from hfaccel.transform import Transform

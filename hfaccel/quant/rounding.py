@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hfaccel.anatomy import Anatomy, default_sites
 from hfaccel.errors import PatchError, UnknownName
 from hfaccel.observers import Stats
-from hfaccel.quant.linear import Round, pack_module
+from hfaccel.quant.packing import Round, pack_module
 from hfaccel.transform import Site, Stage, Transform, Unit
 from hfaccel_kernels.layouts import Layout
 

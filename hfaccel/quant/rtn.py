@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hfaccel.errors import PatchError
-from hfaccel.quant.linear import Round
+from hfaccel.quant.packing import Round
 from hfaccel.quant.rounding import Rounding, group_scale
 from hfaccel_kernels.layouts import Layout
 

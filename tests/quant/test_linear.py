@@ -1,4 +1,4 @@
-"""Packed modules: values against fp64, gradients, moves and casts, copies, and what cannot be packed."""
+"""Packed modules: values against fp64, gradients, moves and casts, copies."""
 
 import copy
 import pickle
@@ -7,21 +7,11 @@ import pytest
 import torch
 from torch import nn
 from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
-from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
-from transformers.models.opt.modeling_opt import OPTLearnedPositionalEmbedding
-from transformers.pytorch_utils import Conv1D
 
 from dequantized import rounded
-from hfaccel.quant.linear import (
-    QuantEmbedding,
-    QuantExperts,
-    QuantLinear,
-    is_packed,
-    pack_module,
-    skeleton,
-    unpackable,
-)
+from hfaccel.quant.linear import QuantEmbedding, QuantExperts, QuantLinear
+from hfaccel.quant.packing import pack_module, unpackable
 from hfaccel.quant.rtn import round_to_nearest
 from hfaccel_kernels.layouts import Layout
 from tiny import tiny
@@ -178,58 +168,6 @@ def test_experts_are_differentiable():
     weights = torch.rand(5, 2, requires_grad=True)
     module(hidden, torch.tensor([[0, 1]] * 5), weights).sum().backward()
     assert hidden.grad.abs().sum() > 0 and weights.grad.abs().sum() > 0
-
-
-class _Doubled(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) * 2
-
-
-def test_what_cannot_be_packed_says_why():
-    assert unpackable(_Doubled(8, 8)) == "_Doubled has a forward of its own"
-    assert "forward of its own" in unpackable(OPTLearnedPositionalEmbedding(20, 8))
-    assert unpackable(nn.LayerNorm(8)) == "LayerNorm has no packed form"
-    assert unpackable(packed(nn.Linear(8, 8), Layout(8))) == "it is packed already"
-    assert "its parent reads the weight" in unpackable(nn.MultiheadAttention(8, 2).out_proj)
-    assert "renormalizes" in unpackable(nn.Embedding(8, 8, max_norm=1.0))
-    integer = nn.Linear(8, 8)
-    integer.weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.int8), requires_grad=False)
-    assert unpackable(integer) == "Linear: its weight is no float matrix"
-    for fine in (nn.Linear(8, 8), FalconLinear(8, 8), Conv1D(8, 8), nn.Embedding(8, 8)):
-        assert unpackable(fine) == ""
-
-
-def test_hooks_come_along():
-    linear, seen = nn.Linear(8, 8), []
-    before = linear.register_forward_hook(lambda *_: seen.append("before"))
-    module = packed(linear, Layout(8))
-    after = module.register_forward_pre_hook(lambda *_: seen.append("after"))
-    module(torch.randn(1, 8))
-    assert seen == ["after", "before"]
-    before.remove()
-    linear(torch.randn(1, 8))
-    assert seen == ["after", "before", "after"]
-    after.remove()
-    module(torch.randn(1, 8))
-    assert seen == ["after", "before", "after"]
-
-
-def test_training_flag_comes_along():
-    assert not packed(nn.Linear(8, 8).eval(), Layout(8)).training
-    assert packed(nn.Linear(8, 8).train(), Layout(8)).training
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
-def test_skeleton_has_the_form_of_the_packed(layout):
-    experts = tiny("gpt_oss").model.layers[0].mlp.experts
-    for original in (nn.Linear(70, 33), Conv1D(33, 70), nn.Embedding(33, 70), experts):
-        module, empty = packed(original, layout), skeleton(original, layout)
-        assert type(empty) is type(module) and is_packed(empty)
-        ours, theirs = module.state_dict(), empty.state_dict()
-        assert ours.keys() == theirs.keys()
-        for name, tensor in theirs.items():
-            assert tensor.shape == ours[name].shape and tensor.dtype == ours[name].dtype
-            assert tensor.is_meta or "bias" in name
 
 
 def test_types():

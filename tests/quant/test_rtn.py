@@ -7,7 +7,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hfaccel.errors import PatchError, UnknownName
-from hfaccel.quant.linear import QuantEmbedding, QuantExperts, QuantLinear, codes_of, pack_matrix
+from hfaccel.quant.linear import QuantEmbedding, QuantExperts, QuantLinear, codes_of
+from hfaccel.quant.packing import pack_matrix
 from hfaccel.quant.rtn import RTN, round_to_nearest
 from hfaccel.transform import Site
 from hfaccel_kernels.layouts import Layout, dequantize, unpack_codes, unpack_rows
@@ -164,7 +165,7 @@ def test_per_tensor_of_experts_is_one_scale_a_matrix():
 def test_a_matrix_is_rounded_alike_in_pieces(monkeypatch):
     weight = torch.randn(70, 33)
     whole = pack_matrix(weight, Layout(4, 16, False, "fp16"), round_to_nearest)
-    monkeypatch.setattr("hfaccel.quant.linear._CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr("hfaccel.quant.packing._CHUNK_ELEMENTS", 1)
     pieces = pack_matrix(weight, Layout(4, 16, False, "fp16"), round_to_nearest)
     assert all(torch.equal(whole[name], pieces[name]) for name in whole)
 
