@@ -24,12 +24,23 @@ Recipe = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")]
 OffGrid = Annotated[bool, typer.Option(help="With 'demo': its twin whose weights lie on no rounding grid.")]
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+
+def _place(text: str) -> Path:
+    if not text:
+        raise typer.BadParameter("an empty path")
+    return Path(text)
 
 
 @app.callback()
 def _main() -> None:
     """Make a Hugging Face model smaller and faster, in place."""
-    level = os.environ.get("HFACCEL_LOG", "warning").upper()
+    level = (os.environ.get("HFACCEL_LOG") or "warning").upper()
+    if level not in LOG_LEVELS:
+        raise PatchError(
+            f"HFACCEL_LOG={os.environ['HFACCEL_LOG']!r}; known are {', '.join(LOG_LEVELS).lower()}"
+        )
     logging.basicConfig(format="%(name)s: %(message)s")
     logging.getLogger("hfaccel").setLevel(level)
     if level != "DEBUG":
@@ -43,7 +54,7 @@ def _main() -> None:
 def demo(
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the chart goes.")] = Path("demo.png"),
     windows: Annotated[
-        int, typer.Option(help="Perplexity windows of 1,024 tokens a row (the protocol's 40).")
+        int, typer.Option(min=0, help="Perplexity windows of 1,024 tokens a row (the protocol has 40).")
     ] = 4,
     recipes: Annotated[str, typer.Option(help="Rows, separated by commas.")] = "fp32,bf16,int8,int4",
     off_grid: OffGrid = True,
@@ -56,11 +67,14 @@ def demo(
     """
     from hfaccel.demo import demo_folder
     from hfaccel.measure.chart import bars
-    from hfaccel.measure.rows import Spec, measure_apart
+    from hfaccel.measure.rows import UNPATCHED, Spec, measure_apart
+    from hfaccel.saving import check_writable
 
+    names = _recipes(recipes, *UNPATCHED)
+    check_writable(output)
     demo_folder(off_grid=off_grid)
     rows = []
-    for recipe in [name.strip() for name in recipes.split(",")]:
+    for recipe in names:
         _say(f"measuring {recipe} ...")
         rows.append(measure_apart(Spec("demo", recipe, off_grid=off_grid, windows=windows)))
     if as_json:
@@ -96,18 +110,28 @@ def demo(
 @app.command()
 def patch(
     model: Model,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write.", parser=_place)],
     recipe: Recipe = "int8",
-    calibration: Annotated[Path | None, typer.Option(help="A text file, for methods that need data.")] = None,
+    calibration: Annotated[
+        str | None, typer.Option(help="For methods that need data: a text file, or wikitext2_valid.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Patch a model and save it; hfaccel.from_pretrained loads the folder."""
     import hfaccel
+    from hfaccel.measure.corpus import text
     from hfaccel.measure.rows import load
+    from hfaccel.recipe import AUTO
+    from hfaccel.saving import check_target
 
+    if recipe != AUTO:
+        _recipes(recipe)
+    check_target(output)
+    if Path(model).is_dir() and output.exists() and output.samefile(model):
+        raise PatchError(f"{output} is MODEL itself, whose weights would be lost; give another folder")
+    texts = None if calibration is None else [text(calibration)]
     loaded, tokenizer = load(model)
     start = time.perf_counter()
-    texts = None if calibration is None else [calibration.read_text("utf-8")]
     hfaccel.patch(loaded, recipe, calibration=texts, tokenizer=tokenizer, keep_original=False)
     loaded.save_pretrained(output)
     tokenizer.save_pretrained(output)
@@ -148,6 +172,8 @@ def generate(
         )
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
+    if not inputs["input_ids"].numel():
+        raise PatchError(f"the prompt {prompt!r} has no tokens")
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     loaded.generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **sampling)
@@ -258,12 +284,15 @@ def bench(
 ) -> None:
     """Time `generate` side by side with other tools: same token counts, alternating order, median ratios."""
     from hfaccel.measure import bench as benches
+    from hfaccel.measure.rows import UNPATCHED
 
-    ours = [name.strip() for name in recipe.split(",")]
+    ours = _recipes(recipe, "auto", *UNPATCHED)
     if profile:
         from hfaccel.measure.profile import profile_step
 
         return print(profile_step(model, ours[0], prompt_tokens=prompt, batch=batch, threads=threads))
+    if odd := [pair for pair in peer_python or [] if "=" not in pair]:
+        raise typer.BadParameter(f"--peer-python {odd[0]!r} is not NAME=PATH")
     pythons = dict(pair.split("=", 1) for pair in peer_python or [])
     result = benches.bench(
         model,
@@ -350,6 +379,17 @@ def _print_table(rows: list[dict[str, Any]], columns: dict[str, tuple[str, Any]]
     Console(width=wide, highlight=False).print(table)
 
 
+def _recipes(text: str, *others: str) -> list[str]:
+    """The names of a list separated by commas: `others`, or recipes, which are checked before hours pass."""
+    from hfaccel.recipe import PatchConfig
+
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in others:
+            PatchConfig.from_recipe(name)
+    return names
+
+
 def _say(message: str) -> None:
     """Progress on a terminal, nothing in a pipe."""
     if sys.stderr.isatty():
@@ -360,13 +400,11 @@ def main() -> None:
     """Entry point: user errors are one line and exit code 1."""
     try:
         app()
-    except PatchError as error:
-        print(f"hfaccel: {error}", file=sys.stderr)
-        sys.exit(1)
     except (OSError, ValueError, RuntimeError) as error:
-        if os.environ.get("HFACCEL_LOG") == "debug":
+        if os.environ.get("HFACCEL_LOG", "").lower() == "debug":
             raise
-        print(f"hfaccel: {type(error).__name__}: {error}", file=sys.stderr)
+        kind = "" if isinstance(error, PatchError) else f"{type(error).__name__}: "
+        print(f"hfaccel: {kind}{' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(1)
 
 

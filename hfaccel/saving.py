@@ -1,8 +1,9 @@
 """Writing a folder: `save_pretrained` of a patched model, atomic, with a card that says how to load it.
 
-Files are written into a new folder beside the target and moved when all of them are there. Over an existing
-folder config.json is replaced by a note that no loader can read first, and by the new one last: a process
-that is killed in the middle leaves the old folder, the new one, or one that is refused, never a mixture.
+Files are written into a new folder beside the target, which becomes the target when all of them are there. In
+an existing target, which may be a disk of its own, the new folder lies inside and its files are moved up:
+config.json is replaced by a note that no loader can read first, and by the new one last. A process that is
+killed in the middle leaves the old folder, the new one, or one that is refused, never a mixture.
 """
 
 from __future__ import annotations
@@ -48,8 +49,7 @@ class SavingMixin(Mixin):
         target, kwargs["max_shard_size"] = Path(os.path.realpath(save_directory)), max_shard_size
         if not is_main_process or kwargs.get("distributed_checkpoint"):
             return super().save_pretrained(target, is_main_process, state_dict, push_to_hub, **kwargs)
-        if target.exists() and not target.is_dir():
-            raise PatchError(f"{target} is a file, not a folder to save into")
+        check_target(target)
         check_offload_source(self, target)
         if (state := getattr(self, "_hfaccel", None)) is not None:
             if state.lent:
@@ -69,16 +69,17 @@ class SavingMixin(Mixin):
 
 @contextmanager
 def replacing(target: Path, variant: str | None = None) -> Iterator[Path]:
-    """A new folder beside `target` to write files into; afterwards they take the place of those in `target`.
+    """A new folder to write files into; afterwards they take the place of those in `target`.
 
     Other files of `target` stay, but for weights of a former model under other names.
     Raises: OSError naming the target, for a full disk or one that cannot be written.
     """
-    folder = target.with_name(f".{target.name}.{os.getpid()}-{os.urandom(3).hex()}.saving")
+    name = f".{target.name}.{os.getpid()}-{os.urandom(3).hex()}.saving"
+    folder = target / name if target.is_dir() else target.with_name(name)
     try:
         folder.mkdir(parents=True)
         yield folder
-        if target.is_dir() and any(target.iterdir()):
+        if target.is_dir():
             _move_files(folder, target, variant)
         else:
             os.rename(folder, target)
@@ -88,6 +89,22 @@ def replacing(target: Path, variant: str | None = None) -> Iterator[Path]:
         raise (OSError(why) if code is None else OSError(code, why)) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_target(target: Path) -> None:
+    """Refuse what cannot be saved into. Raises: PatchError."""
+    if target.exists() and not target.is_dir():
+        raise PatchError(f"{target} is a file, not a folder to save into")
+    check_writable(target / CONFIG)
+
+
+def check_writable(file: Path) -> None:
+    """Refuse a place where no file can be made, with the folders on the way to it. Raises: PatchError."""
+    place = next(parent for parent in file.absolute().parents if parent.exists())
+    if not place.is_dir():
+        raise PatchError(f"{file} cannot be written: {place} is a file")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise PatchError(f"{file} cannot be written: no permission to write in {place}")
 
 
 def _move_files(folder: Path, target: Path, variant: str | None) -> None:

@@ -1,6 +1,7 @@
 """The `hfaccel` command: tables, JSON, exit codes."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import hfaccel
-from hfaccel.cli import app
+from hfaccel.cli import app, main
 from test_readme import _tokenizer
 from tiny import tiny
 
@@ -105,6 +106,54 @@ def test_exit_codes_and_one_line_errors(folder, tmp_path):
     missing = command("report", str(tmp_path / "nowhere"))
     assert missing.returncode == 1 and "nowhere" in missing.stderr
     assert command("patch", str(folder)).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (("patch", "{model}", "-o", "", "--recipe", "int8"), 2, "an empty path"),
+        (("patch", "{model}", "-o", "{model}"), 1, "whose weights would be lost"),
+        (("patch", "{model}", "-o", "{model}/config.json"), 1, "is a file"),
+        (("patch", "{model}", "-o", "{model}/config.json/x"), 1, "config.json is a file"),
+        (("patch", "{model}", "-o", "{out}", "--recipe", ""), 1, "an empty step"),
+        (("patch", "{model}", "-o", "{out}", "--calibration", "{out}"), 1, "no text"),
+        (("patch", "{out}", "-o", "{out}"), 1, "no such folder"),
+        (("patch", "{model}/config.json", "-o", "{out}"), 1, "config.json"),
+        (("patch", "{broken}", "-o", "{out}"), 1, "truncated or damaged"),
+        (("generate", "{model}", ""), 1, "the prompt '' has no tokens"),
+        (("generate", "{model}", "The", "--max-new-tokens", "0"), 2, "max-new-tokens"),
+        (("generate", "{model}", "The", "--temperature", "-1"), 2, "temperature"),
+        (("report", "{model}"), 1, "is not patched"),
+        (("demo", "--windows", "-1"), 2, "windows"),
+        (("demo", "--recipes", "fp32,int9"), 1, "int9"),
+        (("demo", "--recipes", "int8", "-o", "{model}/config.json/chart.png"), 1, "is a file"),
+        (("bench", "{model}", "--recipe", "int9"), 1, "int9"),
+        (("bench", "{model}", "--peer-python", "python3"), 2, "NAME=PATH"),
+        (("eval", "{model}", "--data", "{out}"), 1, "no text"),
+    ],
+)
+def test_misuse_is_refused_at_once(folder, tmp_path, capsys, monkeypatch, args, code, words):
+    out, broken = tmp_path / "out", tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    weights = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(weights[:-8])
+    args = [arg.format(model=folder, out=out, broken=broken) for arg in args]
+    monkeypatch.setattr(sys, "argv", ["hfaccel", *args])
+    before = (folder / "model.safetensors").read_bytes()
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == code and words in " ".join(said.replace("│", " ").split())
+    assert code == 2 or (said.startswith("hfaccel: ") and said.count("\n") == 1)
+    assert not out.exists() and (folder / "model.safetensors").read_bytes() == before
+
+
+def test_a_log_level_that_does_not_exist(capsys, monkeypatch):
+    monkeypatch.setenv("HFACCEL_LOG", "loud")
+    monkeypatch.setattr(sys, "argv", ["hfaccel", "recipes"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err == "hfaccel: HFACCEL_LOG='loud'; known are debug, info, warning, error\n"
 
 
 def test_a_backend_that_cannot_serve_is_one_line(folder, monkeypatch):

@@ -1,5 +1,6 @@
 """save_pretrained of a patched model: whole or not at all, over what is there, with a card, no adapters."""
 
+import errno
 import os
 import resource
 import signal
@@ -171,7 +172,7 @@ def test_what_cannot_be_saved_into(tmp_path):
     model = patched(tiny("TL"), "int4")
     with pytest.raises(PatchError, match="file is a file"):
         model.save_pretrained(tmp_path / "file")
-    with pytest.raises(OSError, match="file/below cannot be saved"):
+    with pytest.raises(PatchError, match="file is a file"):
         model.save_pretrained(tmp_path / "file" / "below")
     with pytest.raises(PatchError, match="an empty path"):
         model.save_pretrained("")
@@ -311,6 +312,28 @@ def test_replacing_takes_files_and_leaves_the_rest(tmp_path):
         (folder / "b").write_text("2")
     assert {path.name: path.read_text() for path in target.iterdir()} == {"a": "1", "b": "2"}
     assert [path.name for path in Path(tmp_path).iterdir()] == ["out"]
+
+
+def test_into_a_folder_whose_parent_is_another_disk(tmp_path, monkeypatch):
+    """A mounted folder: nothing can be renamed into it from beside it."""
+    mount, rename, replace = tmp_path / "mount", os.rename, os.replace
+    mount.mkdir()
+
+    def on_one_disk(move):
+        def moved(source, target):
+            if Path(source).is_relative_to(mount) != Path(target).is_relative_to(mount):
+                raise OSError(errno.EXDEV, "Invalid cross-device link")
+            move(source, target)
+
+        return moved
+
+    monkeypatch.setattr(os, "rename", on_one_disk(rename))
+    monkeypatch.setattr(os, "replace", on_one_disk(replace))
+    model = patched(tiny("TL"), "int4")
+    for _ in range(2):
+        model.save_pretrained(mount)
+        assert not list(mount.glob(".*")) and os.listdir(tmp_path) == ["mount"]
+        assert torch.equal(logits(reload(model, mount)), logits(model))
 
 
 def test_generation_goes_on_after_saving(tmp_path):

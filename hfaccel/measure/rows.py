@@ -116,6 +116,7 @@ def measure_apart(spec: Spec) -> dict[str, Any]:
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        last = last.partition(": ")[2] if last.startswith("hfaccel.errors.") else last
         raise PatchError(f"measuring {spec.recipe!r} on {spec.model!r} failed: {last}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
