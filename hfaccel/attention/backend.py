@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -90,6 +92,7 @@ class Step:
 class _Current(threading.local):
     step: Step | None = None
     marking = False  # masks are told apart, for a cache that can do without them
+    offer: tuple[weakref.ref, tuple | None, Callable[[], None]] | None = None  # see `offer`
 
 
 _current = _Current()
@@ -115,6 +118,26 @@ def marked():
         _current.marking = before
 
 
+def offer(key: torch.Tensor, view: tuple | None, taken: Callable[[], None]) -> None:
+    """What a cache's `update` returns as keys to a model that does not pass its kwargs on. The attention call
+    that gets this very tensor calls `taken`, and attends over `view` where there is one."""
+    _current.offer = weakref.ref(key), view, taken
+
+
+def refused(step: Step) -> bool:
+    """Whether a view of this step was offered that no attention call has taken."""
+    view = None if _current.offer is None else _current.offer[1]
+    return view is not None and view[0] is step
+
+
+def _taken(key: torch.Tensor) -> tuple | None:
+    if _current.offer is None or _current.offer[0]() is not key:
+        return None
+    (_, view, taken), _current.offer = _current.offer, None
+    taken()
+    return view
+
+
 def _masked(base):
     def mask(*args, **kwargs):
         step = _current.step
@@ -135,6 +158,8 @@ def _attention(dense):
         current = _current.step
         if view is None and current is not None and current.pending and current.pending[0] is key:
             view = current, current.pending[1], None
+        if view is None:
+            view = _taken(key)
         if view is None:
             return dense(
                 module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs

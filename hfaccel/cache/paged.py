@@ -18,6 +18,7 @@ from itertools import accumulate
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from hfaccel.attention import backend
 from hfaccel.attention.backend import KEY, Step
 from hfaccel.cache.pool import PagePool, Sequence
 from hfaccel.errors import PatchError
@@ -105,6 +106,7 @@ class PagedCache(Cache):
         self.pads = pads or [0] * len(self.sequences)
         self.pads_are_mask = bool(pads) and not self.sequences
         self._step: tuple[int, int, Step] | None = None
+        self._ours: set[int] = set()  # layers whose keys our attention function got, see `_without_kwargs`
         rows = () if self.pads_are_mask else zip(self.pads, self.sequences, strict=True)
         lengths = {pad + s.length for pad, s in rows}
         if len(lengths) > 1:
@@ -133,10 +135,23 @@ class PagedCache(Cache):
             pages = self.pool.layer(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
             pages.write(*packed, step.slots)
         layer.seen += length
+        view = (step, pages, lambda dtype: self.dense(layer_idx, dtype))
         if kwargs is not None:
-            kwargs[KEY] = (step, pages, lambda dtype: self.dense(layer_idx, dtype))
+            kwargs[KEY] = view
             return key_states, value_states
-        return self.dense(layer_idx, key_states.dtype)
+        return self._without_kwargs(layer_idx, key_states, value_states, view)
+
+    def _without_kwargs(self, layer: int, key_states, value_states, view):
+        """For models that do not say which attention call is meant: dense K and V, until every layer has
+        been seen to hand them to our attention function; from then on pages, as for all others."""
+        if len(self._ours) == len(self.layers):
+            if backend.refused(view[0]):
+                raise PatchError("the model's attention was changed while a paged cache was in use")
+            backend.offer(key_states, view, lambda: None)
+            return key_states, value_states
+        dense = self.dense(layer, key_states.dtype)
+        backend.offer(dense[0], None, lambda: self._ours.add(layer))
+        return dense
 
     def _next(self, seen: int, length: int, device: torch.device) -> Step:
         """The step that appends `length` slots behind `seen`: made by the first layer, used by all."""
