@@ -340,18 +340,15 @@ static inline void write_token(const AttendArgs& a, int64_t token, int64_t slot,
     write_head(p.v, p.v_scale, slot, g, p.kv_heads, p.v_size, p.dtype, v);
 }
 
-// The thread's share. `fused`: keys and values of the step's tokens (one a sequence) are written here first.
-static inline void attend(const AttendArgs& a, const HfaStep& step, const Scratch& scratch, bool fused, int tid,
-                          int nthreads) {
-    const HfaPages& pages = *a.pages;
-    const int64_t ratio = a.qv.count / a.kv.count, d = pad_lanes(pages.k_size), dv = pad_lanes(pages.v_size);
+// each(item, rows, from, to): the key blocks item.first + [from, to) of an item are this thread's.
+template <class Each>
+static inline void each_share(const AttendArgs& a, const HfaStep& step, int tid, int nthreads, Each&& each) {
+    const int64_t ratio = a.qv.count / a.kv.count;
     int64_t total = 0;
     each_item(step, a.kv.count, ratio, a.window,
               [&](const Item& i) { total += (i.last - i.first) * i.tokens * i.heads * ratio; });
     const int64_t begin = total * tid / nthreads, end = total * (tid + 1) / nthreads;
-    scratch.shared->out_row = scratch.shared->in_row = -1;
     int64_t at = 0;
-    int64_t slot_of[kTileRows], head_of[kTileRows];
     each_item(step, a.kv.count, ratio, a.window, [&](const Item& item) {
         const int64_t rows = item.tokens * item.heads * ratio, blocks = item.last - item.first, start = at;
         at += blocks * rows;
@@ -363,6 +360,40 @@ static inline void attend(const AttendArgs& a, const HfaStep& step, const Scratc
         } else if (start < begin || start >= end) {
             return;
         }
+        each(item, rows, from, to);
+    });
+}
+
+// Asks memory for the pages that `attend` will read, as far as they stay in a second-level cache: the products in
+// between stream weights, beside which this costs bandwidth alone, while attention itself would wait for each row.
+static inline void prefetch_share(const AttendArgs& a, const HfaStep& step, int tid, int nthreads) {
+    constexpr int64_t kBytes = 256 << 10;
+    const HfaPages& p = *a.pages;
+    int64_t left = kBytes;
+    each_share(a, step, tid, nthreads, [&](const Item& item, int64_t, int64_t from, int64_t to) {
+        const int64_t first = (item.first + from) * kKeys, end = (item.first + to) * kKeys;
+        const int64_t last = end < item.length ? end : item.length, bytes = page_bytes(p.dtype);
+        const int32_t* table = step.block_tables + item.sequence * step.table_stride;
+        for (int64_t slot = first; slot < last && left > 0; ++slot) {
+            const int64_t at = (int64_t)table[slot / step.page_tokens] * step.page_tokens + slot % step.page_tokens;
+            const int64_t head = at * p.kv_heads + item.g;
+            for (int64_t i = 0; i < item.heads * p.k_size * bytes; i += 64, left -= 64)
+                HFA_PREFETCH_FAR(static_cast<const char*>(p.k) + head * p.k_size * bytes + i);
+            for (int64_t i = 0; i < item.heads * p.v_size * bytes; i += 64, left -= 64)
+                HFA_PREFETCH_FAR(static_cast<const char*>(p.v) + head * p.v_size * bytes + i);
+        }
+    });
+}
+
+// The thread's share. `fused`: keys and values of the step's tokens (one a sequence) are written here first.
+static inline void attend(const AttendArgs& a, const HfaStep& step, const Scratch& scratch, bool fused, int tid,
+                          int nthreads) {
+    const HfaPages& pages = *a.pages;
+    const int64_t ratio = a.qv.count / a.kv.count, d = pad_lanes(pages.k_size), dv = pad_lanes(pages.v_size);
+    scratch.shared->out_row = scratch.shared->in_row = -1;
+    int64_t slot_of[kTileRows], head_of[kTileRows];
+    each_share(a, step, tid, nthreads, [&](const Item& item, int64_t rows, int64_t from, int64_t to) {
+        const int64_t blocks = item.last - item.first;
         const int32_t* table = step.block_tables + item.sequence * step.table_stride;
         for (int64_t g = item.g; fused && to == blocks && g < item.g + item.heads; ++g)
             write_token(a, item.token, slot_index(step, item.sequence, item.slot), g);

@@ -16,6 +16,7 @@
 
 // A macro: GCC takes an inline function that only prefetches for one without effects, and drops its calls.
 #define HFA_PREFETCH(p) __builtin_prefetch(p)
+#define HFA_PREFETCH_FAR(p) __builtin_prefetch(p, 0, 2)  // into the second-level cache
 
 #if defined(HFA_ISA_AVX512)
 #include "simd_avx512.h"
