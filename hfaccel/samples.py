@@ -2,7 +2,8 @@
 
 Accepted are a text, token ids, and any iterable of these: lists, a `datasets.Dataset` (a column `input_ids`,
 else `text`, else `messages`, else its only column of strings), a DataLoader. Ids are a tensor or list [T],
-a batch [B, T], or a mapping with `input_ids` and `attention_mask`, as tokenizers and collators give them.
+a batch [B, T], a mapping with `input_ids` and `attention_mask`, as tokenizers and collators give them, or a
+tuple of ids and whatever lies beside them, of which a mask is used.
 
 Padding is taken off here, so that nothing later can count it: what a mask hides, and without a mask the runs
 of the pad token at both ends of a row. Long rows are cut into windows. Samples are sorted by length and
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from hfaccel.errors import PatchError
 
@@ -155,13 +157,13 @@ class _Reader:
         elif isinstance(data, Tensor) or _is_ids(data):
             yield from ((row, none) for row in self._unpadded(_tensor(data), None))
         elif isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
-            mask = data[1] if len(data) > 1 and data[1].shape == data[0].shape else None
-            if mask is not None and not set(mask.unique().tolist()) <= {0, 1}:  # labels
-                mask = None
-            yield from ((row, none) for row in self._unpadded(_tensor(data[0]), mask))
+            ids, *beside = data
+            masks = (t for t in beside if t.shape == ids.shape and set(t.unique().tolist()) <= {0, 1})
+            yield from ((row, none) for row in self._unpadded(_tensor(ids), next(masks, None)))
         elif isinstance(data, Iterable) and not isinstance(data, bytes):
+            batches = isinstance(data, DataLoader)  # which makes lists of what a dataset gives as tuples
             for part in data:
-                yield from self._whole(part)
+                yield from self._whole(tuple(part) if batches and isinstance(part, list) else part)
         else:
             raise PatchError(
                 f"calibration: {type(data).__name__} is neither text, token ids nor an iterable of them"
