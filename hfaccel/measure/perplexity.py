@@ -74,7 +74,7 @@ def perplexity(
     with _evaluating(model):
         for ids in _batches(cut, batch, progress, "perplexity"):
             for row_ids, logits in zip(ids, _logits(model, ids), strict=True):
-                total += _nll(logits, row_ids)
+                total += nll_sum(logits, row_ids)
     tokens = cut.shape[0] * (window_tokens - 1)
     nll = total / tokens
     return PerplexityResult(_exp(nll), nll, tokens, cut.shape[0], time.perf_counter() - start)
@@ -115,8 +115,8 @@ def kl(
                         f"logits of shape {list(q.shape)} cannot be compared with {list(p.shape)}: the two "
                         "differ in vocabulary, or the reference was taken on other windows"
                     )
-                nll += _nll(q, row_ids)
-                reference_nll += _nll(p, row_ids)
+                nll += nll_sum(q, row_ids)
+                reference_nll += nll_sum(p, row_ids)
                 for q_rows, p_rows in zip(q[:-1].split(ROWS), p[:-1].split(ROWS), strict=True):
                     p_rows = p_rows.to(q_rows.device)
                     same += int((q_rows.argmax(-1) == p_rows.argmax(-1)).sum())
@@ -198,7 +198,7 @@ def _evaluating(model):
             module.training = True
 
 
-def _nll(logits: torch.Tensor, ids: torch.Tensor) -> float:
+def nll_sum(logits: torch.Tensor, ids: torch.Tensor) -> float:
     """Sum of -log p(ids[t + 1]) under logits[t], [T, V] and [T]."""
     targets = ids[1:].to(logits.device)
     rows = zip(logits[:-1].split(ROWS), targets.split(ROWS), strict=True)
