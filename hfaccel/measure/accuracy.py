@@ -37,8 +37,8 @@ from hfaccel.measure.runner_report import paged_logits
 
 LIMIT = 0.5  # % of perplexity
 LAYOUTS = (
-    "runtime runtime:bf16 int8 int8-g64 int8-asym int8-tensor int4 int4-sym int4-g40 int4-row int3 int2 "
-    "int4+head4 int4+head16 int4:bf16 kv8:bf16 int8+kv8 int4+kv8 int4+kv8:bf16"
+    "runtime runtime:bf16 kv8:bf16 int8 int8-g64 int8-asym int8-tensor int8+kv8 "
+    "int4 int4-sym int4-g40 int4+head4 int4:bf16 int4+kv8:bf16 int3 int2"
 ).split()
 ROWS = 64  # of logits compared at a time
 

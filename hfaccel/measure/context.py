@@ -9,8 +9,8 @@ so from the shortest context S0 on, with rates measured in the same run, a token
 
     time(S) = time(S0) + (bytes(S) - bytes(S0)) / bandwidth + (FLOPs(S) - FLOPs(S0)) / rate
 
-`bandwidth` is what the threads read from memory (`bench.read_bandwidth`). `rate` is what the same attention code
-reaches where bytes are no matter: its records in a prefill step, whose rows share every page read.
+`bandwidth` is what the threads read from memory (`bench.read_bandwidth`). `rate` is what the same attention
+code reaches where bytes are no matter: its records in a prefill step, whose rows share every page read.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def attention_cost(plan: Plan, pool: PagePool, context: int) -> tuple[int, int]:
 def _filled(
     runner: Runner, ids: torch.Tensor, contexts: list[int], steps: int
 ) -> tuple[Sequence, dict[int, Sequence]]:
-    """A sequence of all ids, and one for each context that shares its pages and ends half the steps before."""
+    """A sequence of all ids; for each context one that shares its pages and ends half the steps before it."""
     longest = runner.sequence(expect_tokens=len(ids))
     runner.prefill([ids], [torch.arange(len(ids))], [longest])
     rows = {}
