@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import statistics
 import sys
 import time
 from functools import partial
@@ -277,6 +278,10 @@ def bench(
     threads: Annotated[int, typer.Option(min=1)] = os.cpu_count() or 1,
     off_grid: Annotated[bool, typer.Option(help="With 'demo': the off-grid twin.")] = False,
     profile: Annotated[bool, typer.Option(help="Time of one decode step by op kind instead.")] = False,
+    context: Annotated[
+        str | None,
+        typer.Option(help="Time of a token at these contexts instead, and what explains it: 128,1024,4096."),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Folder for bench.json and bench.png.")
     ] = None,
@@ -291,6 +296,8 @@ def bench(
         from hfaccel.measure.profile import profile_step
 
         return print(profile_step(model, ours[0], prompt_tokens=prompt, batch=batch, threads=threads))
+    if context is not None:
+        return _bench_context(model, ours[0], context, rounds, threads, off_grid, as_json)
     if odd := [pair for pair in peer_python or [] if "=" not in pair]:
         raise typer.BadParameter(f"--peer-python {odd[0]!r} is not NAME=PATH")
     pythons = dict(pair.split("=", 1) for pair in peer_python or [])
@@ -343,6 +350,40 @@ def bench(
             "gb_s": ("GB/s", lambda v: f"{v:.1f}"),
             "bandwidth_share": ("of bandwidth", lambda v: f"{100 * v:.0f} %"),
             "error": ("error", str),
+        },
+    )
+
+
+def _bench_context(
+    model: str, recipe: str, context: str, rounds: int, threads: int, off_grid: bool, as_json: bool
+) -> None:
+    from hfaccel.measure.context import growth
+
+    numbers = context.split(",")
+    if not all(number.strip().isdigit() for number in numbers):
+        raise typer.BadParameter(f"--context {context!r} is not a list of numbers")
+    options = {"rounds": rounds, "threads": threads, "off_grid": off_grid}
+    result = growth(model, recipe, [int(number) for number in numbers], **options)
+    if as_json:
+        return print(json.dumps(result, indent=1))
+    print(
+        f"{model}, {recipe}, batch 1, {threads} threads, {result['cpu']}; in this run "
+        f"{statistics.median(result['read_bandwidth_gb_s']):.1f} GB/s read, "
+        f"{statistics.median(result['attention_gflop_s']):.0f} GFLOP/s of attention; "
+        "model: time at the shortest context + pages / GB/s + FLOPs / rate"
+    )
+    milliseconds = "{:.3f}".format
+    _print_table(
+        result["rows"],
+        {
+            "context": ("context", str),
+            "ms": ("ms a token", milliseconds),
+            "model_ms": ("model ms", milliseconds),
+            "kv_mb": ("pages MB", "{:.1f}".format),
+            "attention_mflop": ("MFLOP", "{:.0f}".format),
+            "bytes_ms": ("by pages", milliseconds),
+            "flops_ms": ("by FLOPs", milliseconds),
+            "share": ("of the growth explained", lambda v: f"{100 * v:.0f} %"),
         },
     )
 

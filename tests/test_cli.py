@@ -129,6 +129,8 @@ def test_exit_codes_and_one_line_errors(folder, tmp_path):
         (("demo", "--recipes", "int8", "-o", "{model}/config.json/chart.png"), 1, "is a file"),
         (("bench", "{model}", "--recipe", "int9"), 1, "int9"),
         (("bench", "{model}", "--peer-python", "python3"), 2, "NAME=PATH"),
+        (("bench", "{model}", "--context", "128,4k"), 2, "not a list of numbers"),
+        (("bench", "{model}", "--context", "128"), 1, "two or more"),
         (("eval", "{model}", "--data", "{out}"), 1, "no text"),
     ],
 )

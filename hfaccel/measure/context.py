@@ -29,7 +29,7 @@ from hfaccel.measure.bench import cpu_name, read_bandwidth
 from hfaccel.runtime import Unsupported
 from hfaccel.runtime.plan import Plan
 from hfaccel.runtime.plan_ops import Attend
-from hfaccel.runtime.runner import CHUNK_TOKENS, Runner
+from hfaccel.runtime.runner import Runner
 
 CHUNK = 256  # tokens of the prefill step that gives the rate
 
@@ -57,8 +57,8 @@ def growth(
     from hfaccel.generate.mixin import runner_of
 
     contexts = sorted(set(contexts))
-    if len(contexts) < 2 or contexts[0] < CHUNK_TOKENS // 8:
-        raise PatchError(f"contexts {contexts}: two or more, of at least {CHUNK_TOKENS // 8} tokens")
+    if len(contexts) < 2 or contexts[0] < steps or contexts[-1] <= CHUNK:
+        raise PatchError(f"contexts {contexts}: two or more, from {steps} tokens on, the last beyond {CHUNK}")
     torch.set_num_threads(threads)
     loaded = AutoModelForCausalLM.from_pretrained(artifacts.folder(model, off_grid=off_grid)).eval()
     limit = getattr(loaded.config, "max_position_embeddings", None) or contexts[-1] + steps
