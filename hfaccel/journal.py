@@ -280,7 +280,7 @@ class Journal:
             self._spill = None
 
     def _require_kept(self) -> None:
-        if not self.keep_original and self.swaps:
+        if not self.keep_original and self.swaps and not self.saved:  # during the patch all is at hand
             raise PatchError(
                 "the originals were not kept (keep_original=False): load the model again instead"
             )

@@ -95,6 +95,7 @@ def patch(
         failure in the middle, also an interrupt, leaves the model as it was.
     """
     from hfaccel.generate import gate
+    from hfaccel.generate.mixin import ATTRIBUTE as RUNTIME
 
     target = inner_model(model)
     state: State | None = getattr(target, "_hfaccel", None)
@@ -127,6 +128,8 @@ def patch(
         try:
             _apply(root, target, plan, data, state, progress)
             target._hfaccel = state
+            if RUNTIME in vars(target) and not target.training:
+                vars(target)[RUNTIME].runner(target)  # measures what serves it best
         except BaseException:
             vars(target).pop("_hfaccel", None)
             with torch.inference_mode(False):
@@ -297,6 +300,8 @@ def _apply(
                     if loop is None or site.block == block:
                         _apply_site(transform, site, stats.get(site.name), state, slots, places, twins)
                         advance()
+    for transform, sites in plan.work if data is not None else ():
+        transform.refine(model, plan.anatomy, sites, data.samples, journal, progress)
     if plan.anatomy.tied:
         compat.tell_tying(model)
     settle(model, [transform for transform, _ in plan.work], state, journal.on_undo)

@@ -10,12 +10,13 @@ from dataclasses import MISSING, dataclass, fields
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from hfaccel.errors import PatchError, UnknownName
 
 if TYPE_CHECKING:
     from hfaccel.anatomy import Anatomy
+    from hfaccel.journal import Journal
     from hfaccel.observers import Stats, Want
 
 
@@ -115,6 +116,23 @@ class Transform:
                 None where nothing was asked for.
         """
         return None
+
+    def refine(
+        self,
+        model: nn.Module,
+        anatomy: Anatomy,
+        sites: list[Site],
+        samples: list[Tensor],
+        journal: Journal,
+        progress: bool,
+    ) -> None:
+        """Once, after calibration has gone through all blocks: what needs the whole changed model.
+
+        Args:
+            sites: its own; `module` is what was there before.
+            samples: int64 [T] each.
+            journal: lends the original weights, and takes down what is replaced.
+        """
 
     def prepare(self, site: Site) -> nn.Module:
         """The trainable form of `site.module`."""

@@ -25,7 +25,9 @@ TRANSFORM_STRATEGIES = {
             per_tensor=st.just(True),
         ),
     ),
-    "gptq": st.builds(GPTQ, bits=st.sampled_from((8, 4, 3, 2)), **grid, order=st.booleans()),
+    "gptq": st.builds(
+        GPTQ, bits=st.sampled_from((8, 4, 3, 2)), **grid, order=st.booleans(), tuned=st.booleans()
+    ),
     "head": st.one_of(st.just(Head(bits=16)), st.builds(Head, bits=st.sampled_from((8, 4)), **grid)),
     "kv": st.just(KVCache(bits=8)),
 }

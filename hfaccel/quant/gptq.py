@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hfaccel.errors import PatchError
 from hfaccel.observers import Stats, Want
@@ -29,6 +29,7 @@ from hfaccel.quant.grid import bounds, divisor, search_grid
 from hfaccel.quant.packing import Round
 from hfaccel.quant.rounding import Rounding
 from hfaccel.quant.rtn import round_to_nearest
+from hfaccel.quant.tune import Tuning, check_tunable, tune
 from hfaccel.transform import Site
 from hfaccel_kernels.layouts import Layout
 
@@ -46,11 +47,12 @@ class GPTQ(Rounding):
         order: columns by the size of their inputs, largest first; False: as they come.
         damp: share of the mean diagonal added to the Hessian.
         search: the weighted search for the grid; False: each group's own extremes.
+        tuned: afterwards train scales and norms towards the original, codes fixed (`tune.py`).
     """
 
     name: ClassVar[str] = "gptq"
     steps: ClassVar[tuple[tuple[str, str], ...]] = (
-        ("gptq4", "calibrated INT4, asymmetric, groups of 64; -gN, -row, -sym, -noorder"),
+        ("gptq4", "calibrated INT4, asymmetric, groups of 64; -gN, -row, -sym, -noorder, -tuned"),
         ("gptq3", "the same in 3 bits"),
         ("gptq2", "the same in 2 bits"),
         ("gptq8", "the same in 8 bits, symmetric, one scale a row"),
@@ -60,10 +62,11 @@ class GPTQ(Rounding):
     order: bool = True
     damp: float = 0.01
     search: bool = True
+    tuned: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("order", "search"):
+        for key in ("order", "search", "tuned"):
             if not isinstance(getattr(self, key), bool):
                 raise PatchError(f"GPTQ: {key}={getattr(self, key)!r}; True or False")
         if not isinstance(self.damp, float | int) or not 0 <= self.damp <= 1:
@@ -71,14 +74,22 @@ class GPTQ(Rounding):
 
     @classmethod
     def parse(cls, rest: str, options: list[str]) -> GPTQ:
-        values, mine = cls.parse_bits(rest, options, ("noorder",))
-        return cls(**values, order="noorder" not in mine)
+        values, mine = cls.parse_bits(rest, options, ("noorder", "tuned"))
+        return cls(**values, order="noorder" not in mine, tuned="tuned" in mine)
 
     def step(self) -> str:
-        return self.step_bits() + ("" if self.order else "-noorder")
+        return self.step_bits() + "-noorder" * (not self.order) + "-tuned" * self.tuned
+
+    def check(self, model: nn.Module) -> None:
+        if self.tuned:
+            check_tunable(model)
 
     def observer(self, site: Site) -> Want | None:
-        return None if isinstance(site.module, torch.nn.Embedding) else Want(hessian=True)
+        return None if isinstance(site.module, nn.Embedding) else Want(hessian=True)
+
+    def refine(self, model, anatomy, sites, samples, journal, progress) -> None:
+        if self.tuned:
+            tune(model, anatomy, sites, samples, journal, Tuning(), progress)
 
     def rounder(self, matrix: Tensor, stats: Stats | None) -> Round:
         if stats is None or not stats.tokens:
