@@ -235,14 +235,17 @@ static void block_rows(const AttendArgs& a, const Scratch& scratch, const Block&
     }
     if (!direct) return sum_values<N>(s, from, to, dv, scratch.part, DenseValues{scratch.vt, dv});
     const uint8_t* row[kKeys];
+    int64_t later[kKeys];
     const int64_t bytes = page_bytes(pages.dtype) * pages.v_size;
-    for (int j = from; j < to; ++j)
+    for (int j = from; j < to; ++j) {
         row[j] = static_cast<const uint8_t*>(pages.v) + (b.slot[j] * pages.kv_heads + g) * bytes;
+        later[j] = b.later(j) * pages.kv_heads * bytes;
+    }
     switch (pages.dtype) {
-        case HFA_BF16: return sum_values<N>(s, from, to, dv, scratch.part, PageValues<HFA_BF16>{row});
-        case HFA_F16: return sum_values<N>(s, from, to, dv, scratch.part, PageValues<HFA_F16>{row});
-        case HFA_F32: return sum_values<N>(s, from, to, dv, scratch.part, PageValues<HFA_F32>{row});
-        default: return sum_values<N>(s, from, to, dv, scratch.part, PageValues<HFA_PAGES_I8>{row});
+        case HFA_BF16: return sum_values<N>(s, from, to, dv, scratch.part, PageValues<HFA_BF16>{row, later});
+        case HFA_F16: return sum_values<N>(s, from, to, dv, scratch.part, PageValues<HFA_F16>{row, later});
+        case HFA_F32: return sum_values<N>(s, from, to, dv, scratch.part, PageValues<HFA_F32>{row, later});
+        default: return sum_values<N>(s, from, to, dv, scratch.part, PageValues<HFA_PAGES_I8>{row, later});
     }
 }
 
@@ -255,9 +258,12 @@ static inline void attend_blocks(const AttendArgs& a, const Scratch& scratch, co
     const int64_t d = pad_lanes(a.pages->k_size), dv = pad_lanes(a.pages->v_size);
     const int each = rows / (int)heads;
     const bool direct = each <= kSubRows && a.pages->v_size % 16 == 0;
-    Block b;
+    Block two[2];
+    find_slots(table, page_tokens, first * kKeys, length, &two[first & 1]);
     for (int64_t block = first; block < last; ++block) {
-        find_slots(table, page_tokens, block * kKeys, length, &b);
+        Block &b = two[block & 1], &next = two[~block & 1];
+        b.next = block + 1 < last ? &next : nullptr;
+        if (b.next) find_slots(table, page_tokens, (block + 1) * kKeys, length, &next);
         for (int r = 0; r < rows;) {
             const int64_t here = g + r / each;
             if (r % each == 0) {
@@ -340,15 +346,18 @@ static inline void write_token(const AttendArgs& a, int64_t token, int64_t slot,
     write_head(p.v, p.v_scale, slot, g, p.kv_heads, p.v_size, p.dtype, v);
 }
 
-// each(item, rows, from, to): the key blocks item.first + [from, to) of an item are this thread's.
-template <class Each>
-static inline void each_share(const AttendArgs& a, const HfaStep& step, int tid, int nthreads, Each&& each) {
-    const int64_t ratio = a.qv.count / a.kv.count;
+// The thread's share. `fused`: keys and values of the step's tokens (one a sequence) are written here first.
+static inline void attend(const AttendArgs& a, const HfaStep& step, const Scratch& scratch, bool fused, int tid,
+                          int nthreads) {
+    const HfaPages& pages = *a.pages;
+    const int64_t ratio = a.qv.count / a.kv.count, d = pad_lanes(pages.k_size), dv = pad_lanes(pages.v_size);
     int64_t total = 0;
     each_item(step, a.kv.count, ratio, a.window,
               [&](const Item& i) { total += (i.last - i.first) * i.tokens * i.heads * ratio; });
     const int64_t begin = total * tid / nthreads, end = total * (tid + 1) / nthreads;
+    scratch.shared->out_row = scratch.shared->in_row = -1;
     int64_t at = 0;
+    int64_t slot_of[kTileRows], head_of[kTileRows];
     each_item(step, a.kv.count, ratio, a.window, [&](const Item& item) {
         const int64_t rows = item.tokens * item.heads * ratio, blocks = item.last - item.first, start = at;
         at += blocks * rows;
@@ -360,40 +369,6 @@ static inline void each_share(const AttendArgs& a, const HfaStep& step, int tid,
         } else if (start < begin || start >= end) {
             return;
         }
-        each(item, rows, from, to);
-    });
-}
-
-// Asks memory for the pages that `attend` will read, as far as they stay in a second-level cache: the products in
-// between stream weights, beside which this costs bandwidth alone, while attention itself would wait for each row.
-static inline void prefetch_share(const AttendArgs& a, const HfaStep& step, int tid, int nthreads) {
-    constexpr int64_t kBytes = 256 << 10;
-    const HfaPages& p = *a.pages;
-    int64_t left = kBytes;
-    each_share(a, step, tid, nthreads, [&](const Item& item, int64_t, int64_t from, int64_t to) {
-        const int64_t first = (item.first + from) * kKeys, end = (item.first + to) * kKeys;
-        const int64_t last = end < item.length ? end : item.length, bytes = page_bytes(p.dtype);
-        const int32_t* table = step.block_tables + item.sequence * step.table_stride;
-        for (int64_t slot = first; slot < last && left > 0; ++slot) {
-            const int64_t at = (int64_t)table[slot / step.page_tokens] * step.page_tokens + slot % step.page_tokens;
-            const int64_t head = at * p.kv_heads + item.g;
-            for (int64_t i = 0; i < item.heads * p.k_size * bytes; i += 64, left -= 64)
-                HFA_PREFETCH_FAR(static_cast<const char*>(p.k) + head * p.k_size * bytes + i);
-            for (int64_t i = 0; i < item.heads * p.v_size * bytes; i += 64, left -= 64)
-                HFA_PREFETCH_FAR(static_cast<const char*>(p.v) + head * p.v_size * bytes + i);
-        }
-    });
-}
-
-// The thread's share. `fused`: keys and values of the step's tokens (one a sequence) are written here first.
-static inline void attend(const AttendArgs& a, const HfaStep& step, const Scratch& scratch, bool fused, int tid,
-                          int nthreads) {
-    const HfaPages& pages = *a.pages;
-    const int64_t ratio = a.qv.count / a.kv.count, d = pad_lanes(pages.k_size), dv = pad_lanes(pages.v_size);
-    scratch.shared->out_row = scratch.shared->in_row = -1;
-    int64_t slot_of[kTileRows], head_of[kTileRows];
-    each_share(a, step, tid, nthreads, [&](const Item& item, int64_t rows, int64_t from, int64_t to) {
-        const int64_t blocks = item.last - item.first;
         const int32_t* table = step.block_tables + item.sequence * step.table_stride;
         for (int64_t g = item.g; fused && to == blocks && g < item.g + item.heads; ++g)
             write_token(a, item.token, slot_index(step, item.sequence, item.slot), g);

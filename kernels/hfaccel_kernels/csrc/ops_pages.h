@@ -82,8 +82,10 @@ static inline void write_head(void* pages, float* scales, int64_t slot, int64_t 
 
 // A block's keys: where its slots lie, and K transposed to fp32.
 struct Block {
-    int64_t slot[kKeys];  // index of (page, offset) in the pool
-    int count;            // slots that hold something
+    int64_t slot[kKeys];          // index of (page, offset) in the pool
+    int count;                    // slots that hold something
+    const Block* next = nullptr;  // the block to ask memory for while this one is read
+    int64_t later(int j) const { return next && j < next->count ? next->slot[j] - slot[j] : 0; }
 };
 
 static inline void find_slots(const int32_t* table, int64_t page_tokens, int64_t first, int64_t length, Block* b) {
@@ -106,14 +108,17 @@ template <int DTYPE> static void load_keys_of(const HfaPages& p, const Block& b,
     const uint8_t* base = static_cast<const uint8_t*>(p.k) + g * size * bytes;
     for (int j = 0; j < b.count; j += 16) {
         const uint8_t* row[16];
+        int64_t later[16];  // bytes to the same row of the next block, 0 where there is none
         const int n = b.count - j < 16 ? b.count - j : 16;
         for (int i = 0; i < n; ++i) row[i] = base + b.slot[j + i] * step;
+        for (int i = 0; i < n; ++i) later[i] = b.later(j + i) * step;
         int64_t d = 0;
 #if defined(HFA_ISA_AVX512)
         constexpr int kPerWord = DTYPE == HFA_BF16 ? 2 : DTYPE == HFA_PAGES_I8 ? 4 : 1;
         // several channels move as one int32: fewer shuffles
         for (; kPerWord > 1 && d + 16 * kPerWord <= size; d += 16 * kPerWord) {
             Vi r[16];
+            for (int i = 0; i < n; ++i) HFA_PREFETCH_FAR(row[i] + d * bytes + later[i]);
             for (int i = 0; i < 16; ++i)
                 r[i] = i < n ? load_i(reinterpret_cast<const int32_t*>(row[i] + d * bytes)) : splat_i(0);
             transpose16(r);
@@ -135,6 +140,7 @@ template <int DTYPE> static void load_keys_of(const HfaPages& p, const Block& b,
         for (; d < size; d += 16) {
             const int left = size - d < 16 ? (int)(size - d) : 16;
             Vi r[16];
+            for (int i = 0; i < n; ++i) HFA_PREFETCH_FAR(row[i] + d * bytes + later[i]);
             for (int i = 0; i < 16; ++i) r[i] = i < n ? bits(load_page<DTYPE>(row[i], d, left)) : splat_i(0);
             transpose16(r);
             for (int i = 0; i < left; ++i) store(kt + (d + i) * kKeys + j, from_bits(r[i]));
@@ -156,7 +162,9 @@ template <int DTYPE> static void load_values_of(const HfaPages& p, const Block& 
     const uint8_t* base = static_cast<const uint8_t*>(p.v) + g * size * bytes;
     for (int j = 0; j < b.count; ++j) {
         const uint8_t* row = base + b.slot[j] * step;
+        const int64_t later = b.later(j) * step;
         int64_t d = 0;
+        for (int64_t i = 0; later && i < size * bytes; i += 64) HFA_PREFETCH_FAR(row + i + later);
         for (; d + 16 <= size; d += 16) store(vt + j * dv + d, load_page<DTYPE>(row, d, 16));
         if (d < size) store(vt + j * dv + d, load_page<DTYPE>(row, d, (int)(size - d)));
     }
@@ -188,8 +196,10 @@ struct DenseValues {  // fp32 rows converted before
 
 template <int DTYPE> struct PageValues {  // pages themselves, head sizes in whole vectors
     const uint8_t* const* row;
+    const int64_t* later;  // bytes to the same row of the next block
     Vf one(int j, int64_t d) const { return load_page<DTYPE>(row[j], d, 16); }
     void get(int j, int64_t d, Vf* x) const {
+        HFA_PREFETCH_FAR(row[j] + d * page_bytes(DTYPE) + later[j]);
 #if defined(HFA_ISA_AVX512)
         if (DTYPE == HFA_BF16) {  // even and odd channels apart: no shuffles
             const Vi pair = load_i(reinterpret_cast<const int32_t*>(row[j] + d * 2));

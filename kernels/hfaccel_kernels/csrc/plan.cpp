@@ -27,13 +27,12 @@ struct Walk {
     const HfaPlan& plan;
     const HfaStep& step;
     bool replicated, fused;
-    std::vector<int> ahead;             // of a product: the attention record whose pages to ask for before it, or -1
     std::vector<int64_t> offset, copy;  // of each buffer: bytes into the arena, and from one thread's copy to the next
     int64_t scratch_offset, scratch_bytes, bytes;
     int64_t k_size = 0, v_size = 0, shared_rows = 1;  // largest of any layer
     Barrier barrier;
 
-    Walk(const HfaPlan& p, const HfaStep& s) : plan(p), step(s), ahead(p.ops, -1), offset(p.buffers), copy(p.buffers) {
+    Walk(const HfaPlan& p, const HfaStep& s) : plan(p), step(s), offset(p.buffers), copy(p.buffers) {
         replicated = s.tokens <= s.replicate && s.asked <= s.tokens;
         fused = true;
         int64_t blocks = 0;
@@ -63,9 +62,6 @@ struct Walk {
             k_size = op.view[0].size > k_size ? op.view[0].size : k_size;
             v_size = op.view[2].size > v_size ? op.view[2].size : v_size;
             shared_rows = r > shared_rows ? r : shared_rows;
-            int before = i;
-            while (before > 0 && p.op[before].kind != HFA_OP_MATMUL) --before;
-            if (fused) ahead[before] = i;
         }
         scratch_offset = bytes;
         scratch_bytes = pad64(scratch_floats(k_size, v_size, shared_rows, blocks) * 4);
@@ -443,8 +439,6 @@ HFA_EXPORT int hfa_plan_run(const HfaPlan* plan, HfaStep* step) {
                     step->profile[2 * i + 1] += waited - start;
                     start = waited;
                 }
-                if (walk.ahead[i] >= 0)
-                    prefetch_share(attend_args(walk, plan->op[walk.ahead[i]], tid), *step, tid, nthreads);
                 run(walk, op, tid, nthreads);
                 if (timed) step->profile[2 * i] += now_ns() - start;
             }

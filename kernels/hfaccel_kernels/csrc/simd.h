@@ -62,6 +62,7 @@ static inline int32_t reduce_max(Vi v) {
 }
 #endif
 
+#ifndef HFA_HAS_REDUCE_MAX
 static inline float reduce_max(Vf v) {
     float t[16];
     store(t, v);
@@ -69,6 +70,7 @@ static inline float reduce_max(Vf v) {
         for (int l = 0; l < w; ++l) t[l] = t[l] > t[l + w] ? t[l] : t[l + w];
     return t[0];
 }
+#endif
 
 // 16 elements of any dtype, and the first n of them (the other lanes 0; memory behind them is not touched).
 static inline Vf load_as(const void* p, int64_t at, int32_t dtype) {

@@ -77,6 +77,9 @@ static inline Vi round_even(Vf a) { return {_mm512_cvtps_epi32(a.v)}; }
 static inline Vi bits(Vf a) { return {_mm512_castps_si512(a.v)}; }
 static inline Vf from_bits(Vi a) { return {_mm512_castsi512_ps(a.v)}; }
 
+#define HFA_HAS_REDUCE_MAX
+static inline float reduce_max(Vf a) { return _mm512_reduce_max_ps(a.v); }
+
 #define HFA_HAS_REDUCE_I
 static inline int32_t reduce_add(Vi a) { return _mm512_reduce_add_epi32(a.v); }
 static inline int32_t reduce_max(Vi a) { return _mm512_reduce_max_epi32(a.v); }
