@@ -57,9 +57,12 @@ class Step:
     # (key states, pages) of the last write by a model that does not pass its kwargs to the cache
     pending: tuple[torch.Tensor, LayerPages] | None = None
 
-    def __post_init__(self) -> None:
-        if self.rows is None:
+    def host_rows(self, device: torch.device) -> list[tuple[int, int, int, int]] | None:
+        """What the operators of PyTorch loop over, made once a step. Not on a GPU: kernels read the tensors
+        there, and a look at them would wait for the device, or break a capture."""
+        if self.rows is None and device.type == "cpu":
             self.rows = step_rows(self.block_tables, self.q_starts, self.lengths, self.page_tokens)
+        return self.rows
 
     def hides(self, mask: torch.Tensor | None, window: int | None) -> bool:
         """Whether the mask hides nothing but what lengths, pads and the window hide."""
@@ -81,7 +84,7 @@ class Step:
             window=window,
             k_scale=pages.k_scale,
             v_scale=pages.v_scale,
-            rows=self.rows,
+            rows=self.host_rows(q.device),
             **options,
         )
         if self.real is not None:

@@ -1,25 +1,31 @@
 """What the paged cache and the runner cost and keep.
 
-`python -m hfaccel.measure.runner_report [PART ...]` prints these parts as JSON:
+`python -m hfaccel.measure.runner_report [PART ...]` measures these parts on SmolLM2-135M, all at full size
+unless told otherwise, prints them as JSON with the limit of each, and exits with 1 if one does not hold:
 
 waste       slots allocated beyond tokens held, on a trace of mixed lengths, beside one row of slots each
 memory      KV bytes a token against 2 x layers x KV heads x head size x bytes; what a decode step of 64
             rows allocates at its peak, beside the dense K and V it would gather
-perplexity  through the cache: `paged_logits` feeds each window by chunks of teacher forcing
 sampling    chi-square of drawn first tokens against the model's distribution
-speed       single decode steps against transformers' own loop, batch 1 and 8 mixed lengths, alternating
-equality    greedy tokens against transformers; near-ties are ignored and their share is printed
+equality    greedy tokens of padded batches, each judged by an unpatched fp32 forward on the same prefix;
+            near-ties are ignored, and their share is printed and limited
+perplexity  through the cache: `paged_logits` feeds each window by chunks of teacher forcing
+speed       single decode steps of the modules executor against transformers' own loop in bf16, at batch 1
+            and on a batch of 8 mixed lengths, alternating; on a machine that does nothing else
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import json
+import os
 import random
 import statistics
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -176,13 +182,13 @@ def sampling(model: nn.Module, draws: int = 2000, cells: int = 8) -> dict:
 
 
 class _Clock(StoppingCriteria):
-    """Processor time of this process at each token: other processes on the machine do not count."""
+    """When each token was chosen."""
 
     def __init__(self):
         self.times: list[float] = []
 
     def __call__(self, input_ids, scores, **kwargs):
-        self.times.append(time.process_time())
+        self.times.append(time.perf_counter())
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
@@ -190,10 +196,10 @@ MIXED = (40, 100, 300, 500, 60, 20, 250, 400)
 
 
 def speed(
-    plain: nn.Module, model: nn.Module, *, lengths=MIXED, new_tokens: int = 12, repeats: int = 2
+    plain: nn.Module, model: nn.Module, *, lengths=MIXED, new_tokens: int = 17, rounds: int = 5
 ) -> list[dict]:
-    """Processor time of single decode steps of both, alternating, at batch 1 and on the mixed batch:
-    medians."""
+    """Single decode steps of both, in turn, at batch 1 and on the mixed batch: the median of all steps of
+    each, and the median over rounds of the ratio of their medians."""
     found = []
     for batch in ((lengths[1],), lengths):
         longest = max(batch)
@@ -203,54 +209,126 @@ def speed(
             row[: longest - length] = 0
         kwargs = dict(min_new_tokens=new_tokens, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
         samples: dict[str, list[float]] = {"plain": [], "patched": []}
-        for _ in range(repeats):
+        ratios = []
+        for _ in range(rounds):
+            medians = {}
             for name, one in (("plain", plain), ("patched", model)):
                 clock = _Clock()
                 one.generate(ids, attention_mask=mask, stopping_criteria=[clock], **kwargs)
                 # The first step warms up.
-                samples[name] += [b - a for a, b in zip(clock.times[1:], clock.times[2:], strict=False)]
-        medians = {name: statistics.median(values) for name, values in samples.items()}
+                steps = [b - a for a, b in zip(clock.times[1:], clock.times[2:], strict=False)]
+                samples[name] += steps
+                medians[name] = statistics.median(steps)
+            ratios.append(medians["plain"] / medians["patched"])
         found.append(
             {
                 "batch": len(batch),
-                **{f"{name}_ms": 1e3 * value for name, value in medians.items()},
-                "times_faster": medians["plain"] / medians["patched"],
+                **{f"{name}_ms": 1e3 * statistics.median(values) for name, values in samples.items()},
+                "times_faster": statistics.median(ratios),
+                "executor": mixin.explain(model)["executor"],
             }
         )
     return found
 
 
 @torch.no_grad()
-def equality(plain: nn.Module, model: nn.Module, prompts: list[torch.Tensor], new_tokens: int) -> dict:
-    """Greedy tokens of `model`, each judged against `plain` on the same prefix in one dense forward.
+def equality(
+    plain: nn.Module, model: nn.Module, prompts: list[torch.Tensor], new_tokens: int, batch: int = 10
+) -> dict:
+    """Greedy tokens of `model` on left-padded batches of prompts, each row judged against `plain` on the row
+    alone, in one dense forward over the same prefix.
 
-    A token that differs where the first two logits lie within 1e-3 is ignored; their share is returned.
+    A token that differs where the first two logits lie within 1e-3 is ignored; the share of such positions
+    is returned.
     """
-    wrong = ignored = total = 0
-    for ids in prompts:
-        out = model.generate(
-            ids[None], max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0
+    wrong = ignored = differing = total = 0
+    before = dict(mixin.explain(model)["calls"])
+    for at in range(0, len(prompts), batch):
+        rows = prompts[at : at + batch]
+        longest = max(len(row) for row in rows)
+        ids = torch.zeros(len(rows), longest, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for i, row in enumerate(rows):
+            ids[i, longest - len(row) :], mask[i, longest - len(row) :] = row, 1
+        kwargs = dict(max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
+        for row, out in zip(rows, model.generate(ids, attention_mask=mask, **kwargs), strict=True):
+            tokens = out[longest - len(row) :]
+            logits = plain(tokens[None, :-1], use_cache=False).logits[0, len(row) - 1 :].float()
+            for stop in torch.as_tensor(plain.generation_config.eos_token_id or []).flatten().tolist():
+                logits[:, stop] = float("-inf")  # min_new_tokens bans them
+            top = logits.topk(2)
+            near = top.values[:, 0] - top.values[:, 1] < 1e-3
+            differs = top.indices[:, 0] != tokens[len(row) :]
+            wrong += int((differs & ~near).sum())
+            differing += int(differs.sum())
+            ignored += int(near.sum())
+            total += new_tokens
+    after = mixin.explain(model)["calls"]
+    return {
+        "prompts": len(prompts),
+        "tokens": total,
+        "wrong": wrong,
+        "differ_at_near_ties": differing - wrong,
+        "ignored_share": ignored / total,
+        "calls": {name: count - before.get(name, 0) for name, count in after.items()},
+    }
+
+
+PARTS = ("waste", "memory", "sampling", "equality", "perplexity", "speed")
+
+
+def verdicts(report: dict) -> dict[str, bool]:
+    """Each claim that the report speaks of, and whether it holds."""
+    held = {}
+    if found := report.get("waste"):
+        held["waste of pages below 4 %"] = found["waste_paged"] < 0.04
+    for name, found in report.get("memory", {}).items():
+        held[f"{name}: KV bytes a token as by arithmetic"] = (
+            found["bytes_per_token"] == found["bytes_per_token_arithmetic"]
         )
-        logits = plain(out[:, :-1], use_cache=False).logits[0, len(ids) - 1 :].float()
-        for stop in torch.as_tensor(plain.generation_config.eos_token_id or []).flatten().tolist():
-            logits[:, stop] = float("-inf")  # min_new_tokens bans them
-        top = logits.topk(2)
-        near = top.values[:, 0] - top.values[:, 1] < 1e-3
-        differs = top.indices[:, 0] != out[0, len(ids) :]
-        wrong += int((differs & ~near).sum())
-        ignored += int(near.sum())
-        total += new_tokens
-    return {"tokens": total, "wrong": wrong, "ignored_share": ignored / total}
+        short, long = found["largest_allocation_bytes"].values()
+        held[f"{name}: a decode step allocates the same at twice the context"] = short == long
+    if found := report.get("sampling"):  # p = 0.001 at 24.3 with 7 degrees of freedom
+        held["chi-square of sampling below 24.3"] = found["chi_square"] < 24.3
+    for name, found in report.get("equality", {}).items():
+        held[f"{name}: greedy tokens equal"] = found["wrong"] == 0
+        held[f"{name}: at most 2 % of positions ignored"] = found["ignored_share"] <= 0.02
+    if found := report.get("perplexity"):
+        plain, kv8 = (found[name]["perplexity"] for name in ("fp32 pages", "kv8"))
+        held["perplexity with kv8 within 0.2 %"] = abs(kv8 / plain - 1) <= 0.002
+    for found in report.get("speed", []):
+        least = 0.97 if found["batch"] == 1 else 1.1  # a tie within the noise; clearly faster
+        held[f"batch {found['batch']}: at least {least} x transformers' speed"] = (
+            found["times_faster"] >= least
+        )
+    return held
+
+
+@contextmanager
+def _executor(name: str) -> Iterator[None]:
+    before = os.environ.get("HFACCEL_EXECUTOR")
+    os.environ["HFACCEL_EXECUTOR"] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HFACCEL_EXECUTOR"]
+        else:
+            os.environ["HFACCEL_EXECUTOR"] = before
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", nargs="*", default=["waste", "memory", "sampling"])
-    parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("what", nargs="*", default=list(PARTS), help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--windows", type=int, default=40)
     parser.add_argument("--window-tokens", type=int, default=1024)
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--executors", nargs="*", default=["modules", "native"], help="of equality")
     given = parser.parse_args()
+    if unknown := set(given.what) - set(PARTS):
+        parser.error(f"unknown part {sorted(unknown)[0]!r}; known are {', '.join(PARTS)}")
+    os.environ["HFACCEL_STRICT"] = "1"
     report: dict = {}
     if "waste" in given.what:
         report["waste"] = waste()
@@ -265,15 +343,19 @@ def main() -> None:
             return model
 
         if "memory" in given.what:
-            report["memory"] = {
-                name: memory(patched(bits, torch.bfloat16)) for name, bits in (("bf16", None), ("kv8", 8))
-            }
+            with _executor("modules"):
+                report["memory"] = {
+                    name: memory(patched(bits, torch.bfloat16)) for name, bits in (("bf16", None), ("kv8", 8))
+                }
         if "sampling" in given.what:
             report["sampling"] = sampling(patched())
         if "equality" in given.what:
             ids = torch.tensor(tokenizer(text("wikitext2_test")[:200_000])["input_ids"])
             prompts = [ids[i * 500 : i * 500 + 20 + 5 * i] for i in range(given.prompts)]
-            report["equality"] = equality(plain, patched(), prompts, given.new_tokens)
+            report["equality"] = {}
+            for name in given.executors:
+                with _executor(name):
+                    report["equality"][name] = equality(plain, patched(), prompts, given.new_tokens)
         if "perplexity" in given.what:
             report["perplexity"] = {}
             for name, bits in (("fp32 pages", None), ("kv8", 8)):
@@ -285,12 +367,21 @@ def main() -> None:
                     windows=given.windows,
                     window_tokens=given.window_tokens,
                 )
-                report["perplexity"][name] = {"perplexity": result.perplexity, "tokens": result.tokens}
+                report["perplexity"][name] = {
+                    "perplexity": result.perplexity,
+                    "tokens": result.tokens,
+                    "windows": result.windows,
+                    "executor": mixin.runner_of(model).refresh().name,
+                }
         if "speed" in given.what:
-            report["speed"] = speed(copy.deepcopy(plain).to(torch.bfloat16), patched(None, torch.bfloat16))
-        gc.collect()
+            with _executor("modules"):
+                report["speed"] = speed(
+                    copy.deepcopy(plain).to(torch.bfloat16), patched(None, torch.bfloat16)
+                )
     report["threads"] = torch.get_num_threads()
+    report["holds"] = verdicts(report)
     print(json.dumps(report, indent=1))
+    sys.exit(not all(report["holds"].values()))
 
 
 if __name__ == "__main__":

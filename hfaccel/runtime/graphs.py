@@ -4,11 +4,13 @@ A decode step (one token a sequence) of B sequences runs in the smallest bucket 
 tensors of its own for ids, positions, tables and lengths; a step copies its inputs there and replays. Rows
 that fill a bucket up read and write a scratch page, so that they touch nobody's past. Everything else -
 prefill, chunks, verification, buckets not captured - runs as modules. What a graph points to is compared at
-each step (the pool's storage, the width of the tables): a mismatch captures anew.
+each step (the pool's storage): a mismatch captures anew. A model that cannot be captured, because its forward
+looks at what tensors hold, is found out at the first try and runs as modules from then on.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -17,11 +19,15 @@ from torch import nn
 from hfaccel.attention.backend import Step, packed
 from hfaccel.cache.paged import StepCache
 from hfaccel.cache.pool import PagePool, Sequence
+from hfaccel.errors import PatchError
 from hfaccel.runtime import Unsupported
 from hfaccel.runtime.modules import Modules
 
+log = logging.getLogger("hfaccel")
+
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BLOCKS = 64  # tables are widened by this many pages at a time, so that growth seldom captures anew
+MOST_GRAPHS = 32  # kept at once, the oldest goes first
 
 
 def capture_cuda(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
@@ -29,10 +35,11 @@ def capture_cuda(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], t
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        run()
+        run()  # compiles kernels and makes workspaces, which a capture may not
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # What other threads do on the device meanwhile is no part of this capture and no fault of it.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         out = run()
     return graph.replay, out
 
@@ -47,10 +54,12 @@ class _Bucket:
         self.starts = torch.arange(size + 1, dtype=torch.int32, device=device)
         self.lengths = torch.ones(size, dtype=torch.int32, device=device)
         self.slots = torch.zeros(size, dtype=torch.long, device=device)
+        self.every = torch.arange(size, device=device)
         self.replay: Callable[[], None] | None = None
         self.out: torch.Tensor | None = None
 
     def fill(self, ids, positions, tables, lengths, scratch: int, page_tokens: int) -> None:
+        """Copy a step's inputs in; nothing here waits for the device."""
         rows, width = tables.shape
         self.ids.zero_()[:rows] = ids
         self.positions.zero_()[:rows] = positions
@@ -74,62 +83,68 @@ class Graphs(Modules):
         if self.mode != "packed":
             raise Unsupported(f"{self.why_rows}: decode cannot be captured")
         self.capture = capture
-        self.buckets: dict[int, _Bucket] = {}
+        self.buckets: dict[tuple[int, int], _Bucket] = {}  # (rows, width of the tables), oldest first
         self.captures = self.replays = 0
-        self._of: tuple | None = None
-        self._scratch: Sequence | None = None
+        self.why_not = ""  # what a capture failed with
+        self._of: tuple[PagePool, int] | None = None
 
     def step(self, pool, ids, positions, block_tables, q_starts, lengths, rows, *, hidden=False):
-        """As `Modules.step`; decode of all rows in order is replayed."""
+        """As `Modules.step`; decode of all rows is replayed. Every sequence has a new token."""
+        args = (pool, ids, positions, block_tables, q_starts, lengths, rows)
         count = ids.shape[0]
-        decode = count == lengths.shape[0] == rows.shape[0] <= BUCKETS[-1] and not hidden and count
-        if not decode or self.mode != "packed" or not self.verified:
-            return super().step(pool, ids, positions, block_tables, q_starts, lengths, rows, hidden=hidden)
-        if self._scratch is None or not self._scratch.pages or self._scratch.pool is not pool:
-            self._scratch = Sequence(pool)
-            self._scratch.extend(1)
-        try:
-            return self._decode(pool, ids, positions, block_tables, lengths)[rows]
-        finally:
-            self._scratch.free()  # the page stays zero-length for others; taken anew for the next step
-            self._scratch = None
-
-    def _decode(self, pool: PagePool, ids, positions, block_tables, lengths) -> torch.Tensor:
-        count = ids.shape[0]
+        decode = 0 < count == lengths.shape[0] == rows.shape[0] <= BUCKETS[-1] and not hidden
+        if not decode or self.mode != "packed" or not self.verified or self.why_not:
+            return super().step(*args, hidden=hidden)
         size = next(b for b in BUCKETS if b >= count)
-        blocks = -(-block_tables.shape[1] // BLOCKS) * BLOCKS
-        if self._of != (id(pool), pool.version, blocks):
+        scratch = None
+        try:
+            if size > count:
+                scratch = Sequence(pool)
+                scratch.extend(1)  # before the pool's version is looked at: it may grow
+            bucket = self._bucket(pool, size, block_tables.shape[1], ids.device)
+            page = scratch.pages[0] if scratch is not None else 0
+            bucket.fill(ids, positions, block_tables, lengths, page, pool.page_tokens)
+            if bucket.replay is None and not self._capture(pool, bucket):
+                return super().step(*args)
+            bucket.replay()
+            self.replays += 1
+            return bucket.out[:count][rows]  # a copy: the next replay writes over it
+        except PatchError:  # no page to spare for rows that fill up
+            if scratch is None or scratch.pages:
+                raise
+            return super().step(*args)
+        finally:
+            if scratch is not None:
+                scratch.free()
+
+    def _bucket(self, pool: PagePool, size: int, width: int, device: torch.device) -> _Bucket:
+        if self._of is None or self._of[0] is not pool or self._of[1] != pool.version:
             self.buckets.clear()
-            self._of = (id(pool), pool.version, blocks)
-        bucket = self.buckets.get(size)
-        if bucket is None:
-            bucket = self.buckets[size] = _Bucket(size, blocks, ids.device)
-        bucket.fill(ids, positions, block_tables, lengths, self._scratch.pages[0], pool.page_tokens)
-        if bucket.replay is None:
+            self._of = (pool, pool.version)
+        key = (size, -(-width // BLOCKS) * BLOCKS)
+        if key not in self.buckets:
+            while len(self.buckets) >= MOST_GRAPHS:
+                del self.buckets[next(iter(self.buckets))]
+            self.buckets[key] = _Bucket(*key, device)
+        return self.buckets[key]
+
+    def _capture(self, pool: PagePool, bucket: _Bucket) -> bool:
+        """Whether the bucket has a graph now."""
+        try:
             bucket.replay, bucket.out = self.capture(lambda: self._run(pool, bucket))
-            self.captures += 1
-        bucket.replay()
-        self.replays += 1
-        return bucket.out[:count].clone()
+        except RuntimeError as error:  # CUDA's word for an operation that may not be captured
+            self.why_not = f"decode cannot be captured: {str(error).splitlines()[0]}"
+            self.why_rows = self.why_not
+            self.buckets.clear()
+            log.info("%s: %s", type(self.model).__name__, self.why_not)
+            return False
+        self.captures += 1
+        return True
 
     def _run(self, pool: PagePool, bucket: _Bucket) -> torch.Tensor:
         """The forward that a graph holds: no shape and no branch depends on what the tensors contain."""
-        step = Step(
-            bucket.tables,
-            bucket.starts,
-            bucket.lengths,
-            bucket.slots,
-            pool.page_tokens,
-            rows=self._rows(bucket),
-        )
+        step = Step(bucket.tables, bucket.starts, bucket.lengths, bucket.slots, pool.page_tokens)
         cache = StepCache(pool, self.layers)
         cache.step = step
-        every = torch.arange(bucket.ids.shape[0], device=bucket.ids.device)
         with packed(step):
-            return self._forward(bucket.ids, bucket.positions, cache, every, False)
-
-    @staticmethod
-    def _rows(bucket: _Bucket) -> list | None:
-        """What only the PyTorch backend reads, and a kernel on a GPU does not: no look at the lengths
-        there."""
-        return [] if bucket.ids.device.type == "cuda" else None
+            return self._forward(bucket.ids, bucket.positions, cache, bucket.every, False)

@@ -114,7 +114,11 @@ class Modules:
         for rope in self.ropes if self.mode == "rows" else ():
             _reset_rope(rope)
         step = Step(
-            block_tables, q_starts, lengths, _slots(block_tables, q_starts, lengths, pool), pool.page_tokens
+            block_tables,
+            q_starts,
+            lengths,
+            _slots(block_tables, q_starts, lengths, pool, ids.shape[0]),
+            pool.page_tokens,
         )
         cache = StepCache(pool, self.layers)
         cache.step = step
@@ -147,7 +151,7 @@ class Modules:
         for rope in self.ropes:
             _reset_rope(rope)
         cache = StepCache(pool, self.layers)
-        slots = _slots(block_tables, q_starts, lengths, pool)
+        slots = _slots(block_tables, q_starts, lengths, pool, ids.shape[0])
         cache.step = Step(block_tables, q_starts, lengths, slots, pool.page_tokens)
         cache.length = int(lengths[0]) - ids.shape[0]
         whole = torch.arange(int(lengths[0]), device=block_tables.device)
@@ -214,15 +218,16 @@ def _reset_rope(rope: nn.Module) -> None:
         rope.register_buffer("inv_freq", original.to(rope.inv_freq.device), persistent=False)
 
 
-def _slots(block_tables, q_starts, lengths, pool) -> torch.Tensor | slice:
-    """Flat slots of the new tokens: the last n of each sequence, n = q_starts[b+1] - q_starts[b]."""
+def _slots(block_tables, q_starts, lengths, pool, tokens: int) -> torch.Tensor | slice:
+    """Flat slots of the new tokens: the last n of each sequence, n = q_starts[b+1] - q_starts[b]; on a GPU
+    without a look at what the tensors hold."""
     size = pool.page_tokens
-    counts = (q_starts[1:] - q_starts[:-1]).long()
-    if len(counts) == 1 and int(counts[0]) == 1:
+    if tokens == len(lengths) == 1 and lengths.device.type == "cpu":
         last = int(lengths[0]) - 1
         slot = int(block_tables[0, last // size]) * size + last % size
         return slice(slot, slot + 1)
-    row = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
-    within = torch.arange(len(row), device=counts.device) - q_starts[:-1].long()[row]
+    counts = (q_starts[1:] - q_starts[:-1]).long()
+    row = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts, output_size=tokens)
+    within = torch.arange(tokens, device=counts.device) - q_starts[:-1].long()[row]
     position = (lengths.long() - counts)[row] + within
     return block_tables[row, position // size].long() * size + position % size

@@ -64,8 +64,31 @@ def test_paged_logits_equal_a_dense_forward(kv_bits):
 
 def test_equality_counts_a_wrong_model_as_wrong():
     plain, x = tiny("TL"), [ids(1, 9, vocab=512)[0], ids(1, 4, seed=1, vocab=512)[0]]
-    assert runner_report.equality(plain, patched(), x, 12)["wrong"] == 0
+    found = runner_report.equality(plain, patched(), x, 12)
+    assert (found["wrong"], found["tokens"], found["calls"]) == (0, 24, {"modules": 1})
     assert runner_report.equality(plain, patched(seed=1), x, 12)["wrong"] > 12
+
+
+def test_verdicts_fail_where_a_limit_is_passed():
+    def equality(wrong, share):
+        return {"equality": {"modules": {"wrong": wrong, "ignored_share": share}}}
+
+    def kv8(value):
+        return {"perplexity": {"fp32 pages": {"perplexity": 10.0}, "kv8": {"perplexity": value}}}
+
+    for good, bad in (
+        ({"waste": {"waste_paged": 0.03}}, {"waste": {"waste_paged": 0.05}}),
+        (equality(0, 0.02), equality(1, 0.0)),
+        (equality(0, 0.0), equality(0, 0.021)),
+        (kv8(10.01), kv8(10.03)),
+        (
+            {"speed": [{"batch": 1, "times_faster": 1.0}, {"batch": 8, "times_faster": 1.2}]},
+            {"speed": [{"batch": 8, "times_faster": 1.0}]},
+        ),
+        ({"sampling": {"chi_square": 9.0}}, {"sampling": {"chi_square": 30.0}}),
+    ):
+        assert all(runner_report.verdicts(good).values()) and runner_report.verdicts(good)
+        assert not all(runner_report.verdicts(bad).values())
 
 
 def test_sampling_draws_only_from_the_cells():
@@ -74,6 +97,6 @@ def test_sampling_draws_only_from_the_cells():
 
 
 def test_speed_compares_the_same_steps():
-    one, eight = runner_report.speed(tiny("TL"), patched(), lengths=(3, 5, 9), new_tokens=4, repeats=1)
+    one, eight = runner_report.speed(tiny("TL"), patched(), lengths=(3, 5, 9), new_tokens=4, rounds=1)
     assert (one["batch"], eight["batch"]) == (1, 3)
     assert one["times_faster"] == pytest.approx(one["plain_ms"] / one["patched_ms"])
