@@ -14,17 +14,23 @@ from hfaccel.report import table
 def profile_step(
     model: str, recipe: str, *, prompt_tokens: int = 128, batch: int = 1, steps: int = 64, threads: int = 2
 ) -> str:
-    """A table of microseconds a step, of `steps` decode steps through `generate`'s own runner.
+    """A table of microseconds a step, of `steps` greedy steps (a multiple of 8) through `generate`'s runner.
+
+    recipe: as `hfaccel bench` takes it: "bf16" and "fp32" are `runtime` in that dtype.
 
     Raises: Unsupported if the native plan does not serve the model.
     """
     import hfaccel
     from hfaccel.generate.mixin import runner_of
+    from hfaccel.measure.artifacts import RANDOM, folder
     from hfaccel.measure.corpus import text
 
     torch.set_num_threads(threads)
-    loaded, tokenizer = load(model)
-    hfaccel.patch(loaded, recipe, tokenizer=tokenizer, keep_original=False, progress=False)
+    kind = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(recipe)
+    loaded, tokenizer = load(str(folder(model)) if model in RANDOM else model, dtype=kind or "auto")
+    hfaccel.patch(
+        loaded, "runtime" if kind else recipe, tokenizer=tokenizer, keep_original=False, progress=False
+    )
     ids = prompt_ids(tokenizer, text("wikitext2_test"), prompt_tokens, batch)
     runner = runner_of(loaded)
     native = runner.refresh()
@@ -32,26 +38,25 @@ def profile_step(
         from hfaccel.runtime import Unsupported
 
         raise Unsupported(f"the {native.name} executor serves this model: {runner.skipped}")
-    sequences = [runner.sequence(expect_tokens=prompt_tokens + steps + 2) for _ in range(batch)]
+    sequences = [runner.sequence(expect_tokens=prompt_tokens + 3 * steps) for _ in range(batch)]
     try:
-        positions = torch.arange(prompt_tokens)
-        logits = runner.prefill(list(ids), [positions] * batch, sequences)
-        rows, counts = torch.arange(batch), [1] * batch
+        tokens = runner.prefill(list(ids), [torch.arange(prompt_tokens)] * batch, sequences).argmax(-1)
 
-        def decode(count: int) -> float:
-            nonlocal logits
+        def decode(each: int) -> float:
+            """Seconds a step, `steps` of them, `each` a call."""
+            nonlocal tokens
             start = time.perf_counter()
-            for _ in range(count):
+            for _ in range(0, steps, each):
                 at = torch.tensor([s.length for s in sequences])
-                logits = runner.step(logits.argmax(-1), at, sequences, counts, rows)
-            return time.perf_counter() - start
+                tokens = runner.greedy(tokens, at, sequences, ahead=each)[-1]
+            return (time.perf_counter() - start) / steps
 
-        decode(2)
+        decode(4)
         native.profile(True)
-        profiled = decode(steps // 2)
+        profiled = decode(8)
         timings = native.timings()
         native.profile(False)
-        plain = decode(steps - steps // 2)
+        runs, singles = decode(8), decode(1)
     finally:
         for sequence in sequences:
             sequence.free()
@@ -61,13 +66,13 @@ def profile_step(
         kind[0] += 1
         kind[1] += one.work_ns
         kind[2] += one.wait_ns
-    per_step = 1e3 * (steps // 2)
-    rows_ = [("record", "n", "work us", "wait us")]
+    per_step = 1e3 * steps
+    rows = [("record", "n", "work us", "wait us")]
     for name, (count, work, wait) in sorted(kinds.items(), key=lambda item: -item[1][1]):
-        rows_.append((name, str(count), f"{work / per_step:.1f}", f"{wait / per_step:.1f}"))
+        rows.append((name, str(count), f"{work / per_step:.1f}", f"{wait / per_step:.1f}"))
     inside = sum(work + wait for _, work, wait in kinds.values()) / per_step
-    whole = profiled / (steps // 2) * 1e6
-    rows_.append(("Python and the rest", "", f"{whole - inside:.1f}", ""))
-    rows_.append(("a step, profiled", "", f"{whole:.1f}", ""))
-    rows_.append(("a step, not profiled", "", f"{plain / (steps - steps // 2) * 1e6:.1f}", ""))
-    return table(rows_)
+    rows.append(("Python and the rest", "", f"{profiled * 1e6 - inside:.1f}", ""))
+    rows.append(("a step, profiled, 8 a call", "", f"{profiled * 1e6:.1f}", ""))
+    rows.append(("a step, 8 a call", "", f"{runs * 1e6:.1f}", ""))
+    rows.append(("a step, 1 a call", "", f"{singles * 1e6:.1f}", ""))
+    return table(rows)
