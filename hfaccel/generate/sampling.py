@@ -96,7 +96,9 @@ class Candidates:
             values = self.values.new_zeros(len(input_ids), self.vocab)
             values[slice(None) if self.alive is None else self.alive] = self.logits.float()
             ids = torch.arange(self.vocab).expand(len(input_ids), -1)
-        probabilities = torch.softmax(self.chain(input_ids, values), dim=-1)
+        for warp in self.chain:  # one by one: the list looks at each one's signature first
+            values = warp(input_ids, values)
+        probabilities = torch.softmax(values, dim=-1)
         return ids.gather(1, torch.multinomial(probabilities, 1)).squeeze(1)
 
     def advance(self, tokens: torch.Tensor, alive: list[int] | None) -> None:
