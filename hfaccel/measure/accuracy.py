@@ -135,18 +135,18 @@ def machine() -> str:
     )
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table as kernels/README.md shows it."""
-    out = [
-        "| layout | perplexity, plan | fp32 | difference | logits, relative RMS | largest |",
-        "|---|---|---|---|---|---|",
-    ]
-    out += [
-        f"| `{r['layout']}` | {r['perplexity']:.4f} | {r['perplexity_fp32']:.4f} "
-        f"| {r['difference_percent']:+.3f} % | {r['logits_rms']:.1e} | {r['logits_max']:.2g} |"
-        for r in rows
-    ]
-    return "\n".join(out)
+HEADING = (
+    "| layout | perplexity, plan | fp32 | difference | logits, relative RMS | largest |\n"
+    "|---|---|---|---|---|---|"
+)
+
+
+def table_row(row: dict[str, Any]) -> str:
+    """One row as kernels/README.md shows it."""
+    return (
+        f"| `{row['layout']}` | {row['perplexity']:.4f} | {row['perplexity_fp32']:.4f} "
+        f"| {row['difference_percent']:+.3f} % | {row['logits_rms']:.1e} | {row['logits_max']:.2g} |"
+    )
 
 
 def main() -> None:
@@ -158,11 +158,13 @@ def main() -> None:
     args = parser.parse_args()
     folder = artifacts.folder(args.model, off_grid=args.model == "demo")
     ids = cut_windows(AutoTokenizer.from_pretrained(folder), text(), windows=args.windows)
-    rows = [accuracy(args.model, each, ids, off_grid=args.model == "demo") for each in args.layouts]
+    rows = (accuracy(args.model, each, ids, off_grid=args.model == "demo") for each in args.layouts)
     if args.json:
-        return print(json.dumps(rows, indent=1))
+        return print(json.dumps(list(rows), indent=1))
     print(f"{args.model}, {len(ids)} windows of {ids.shape[1]} tokens of wikitext2_test; {machine()}\n")
-    print(markdown(rows))
+    print(HEADING, flush=True)
+    for row in rows:
+        print(table_row(row), flush=True)
 
 
 if __name__ == "__main__":
