@@ -44,7 +44,7 @@ class Fixed:
 
     def candidates(self, tokens, alive, top):
         out = self.logits if alive is None else self.logits[alive]
-        values, found = out.sort(-1, descending=True, stable=True)
+        values, found = out.sort(dim=-1, descending=True, stable=True)
         return values[:, :top], found[:, :top], out
 
 
