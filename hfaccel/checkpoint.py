@@ -23,7 +23,8 @@ as `hfaccel_kernels.layouts` describes it, and `config.json` says under "quantiz
     tied             name -> name of the stored tensor that it shares; only the latter is in the files
 
 A patch that stores no other weights (`kv8`, `runtime`) leaves a plain folder that any transformers loads. Its
-config has {"format": 1, "transforms": [...]} under "hfaccel", which `hfaccel.from_pretrained` applies.
+config has {"format": 1, "transforms": [...]} under "hfaccel", which `hfaccel.from_pretrained` applies. Any
+patched folder may have "executor" there: what was measured to serve it best (`runtime/choice.py`).
 
 Everything is checked before a model is returned: the name, shape and dtype of each tensor against record and
 architecture, and that none is missing or left over. Nothing is ever initialised at random.
@@ -301,13 +302,19 @@ def in_adapter(model: nn.Module, name: str) -> bool:
 def mark(model: nn.Module, state: State, on_undo: OnUndo) -> None:
     """Set on a patched model what makes saving, reload and copies right; its config is its own by now."""
     from hfaccel.loading import Quantizer
+    from hfaccel.runtime import choice
     from hfaccel.saving import SavingMixin
 
     on_undo(restore)
     extend(model, SavingMixin)
-    vars(model.config).pop("hfaccel", None)
-    if not any(packed_kind(module) for module in model.modules()):
+    before = vars(model.config).pop("hfaccel", None)
+    packed = any(packed_kind(module) for module in model.modules())
+    if not packed:
         model.config.hfaccel = {"format": FORMAT, **state.config.to_dict()}
+    if isinstance(before, dict) and "executor" in before:  # the choice of this very patch, not of another one
+        if state.origin == "loaded" or before.get("transforms") == state.config.to_dict()["transforms"]:
+            choice.record(model.config, before["executor"])
+    if not packed:
         return
     record = describe(model, state)
     model.config.quantization_config = record

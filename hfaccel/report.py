@@ -135,5 +135,6 @@ def _generate(model: nn.Module) -> str:
     if found["executor"] is None:
         return f"transformers' own loop: {found['why']}"
     pages = f"INT{found['kv_bits']} pages" if found["kv_bits"] else "pages in the model's dtype"
-    said = [f"executor {found['executor']}", pages, found["why"] or "", *reasons]
+    measured = found.get("measured") if found["executor"] == "native" else None  # else among the reasons
+    said = [f"executor {found['executor']}", pages, measured or "", found["why"] or "", *reasons]
     return "; ".join(filter(None, said))

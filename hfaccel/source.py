@@ -90,7 +90,7 @@ def stored_patch(config: Any) -> PatchConfig | None:
     runtime = getattr(config, "hfaccel", None)
     if runtime is None:
         return None
-    if not isinstance(runtime, dict) or set(runtime) != {"format", "transforms"}:
+    if not isinstance(runtime, dict) or set(runtime) - {"executor"} != {"format", "transforms"}:
         raise CheckpointError(
             f"config.json: hfaccel={runtime!r} is not {{'format': ..., 'transforms': [...]}}"
         )

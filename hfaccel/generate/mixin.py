@@ -24,6 +24,7 @@ from hfaccel.errors import PatchError
 from hfaccel.generate import checks, gate, loop
 from hfaccel.generate.checks import BEAMS, CACHE_NAMES, given_cache, position_limit
 from hfaccel.generate.gate import Gate, alone
+from hfaccel.runtime.choice import Choice, choose
 from hfaccel.runtime.modules import WHOLE_INPUT_ROPE, rope_types, unpackable, windowed
 from hfaccel.runtime.runner import Runner, strict
 from hfaccel.saving import SavingMixin
@@ -44,6 +45,7 @@ class Runtime:
         self.attention = attention  # implementation before install, None if it was left alone
         self.fallbacks: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()  # executor -> generate calls it served
+        self.choice: Choice | None = None  # what was measured, or recorded, when the runner was made
         self._runner: Runner | None = None
         self._forked = False  # the runner was made in a forked child
 
@@ -58,7 +60,9 @@ class Runtime:
         at = vars(model)[gate.ATTRIBUTE]
         with at.lock:
             if self._runner is None or self._runner.model is not model or self._forked != at.forked:
-                barred = {"native": FORKED} if at.forked else None
+                if not at.forked and unpackable(model) is None:
+                    self.choice = choose(model, kv_bits=self.kv_bits)
+                barred = {"native": FORKED} if at.forked else self.choice.barred() if self.choice else None
                 self._forked = at.forked
                 self._runner = Runner(
                     model, kv_bits=self.kv_bits, page_tokens=self.page_tokens, barred=barred
@@ -320,5 +324,6 @@ def explain(model: nn.Module) -> dict:
         "mode": getattr(executor, "mode", None),
         "why": getattr(executor, "why_rows", "") or None,
         "passed_over": dict(runner.skipped),
+        "measured": str(state.choice or "") or None,
         "whole_input_rope": bool(rope_types(model.config) & WHOLE_INPUT_ROPE),
     }

@@ -46,7 +46,7 @@ def test_a_row_is_the_perplexity_of_both_and_the_distance_of_their_logits(tmp_pa
     assert row["logits_rms"] == pytest.approx(float((a - b).norm() / b.norm()), rel=1e-4)
     assert row["logits_max"] == pytest.approx(float((a - b).abs().max()), rel=1e-4)
     assert 0 < row["logits_rms"] < 0.1
-    assert accuracy.table_row(row).startswith(f"| `int4+kv8` | {mine:.4f} | {theirs:.4f} | ")
+    assert accuracy.table_row(row).startswith(f"| `int4+kv8` | {row['perplexity']:.4f} | ")
 
 
 def test_only_the_native_plan_is_measured(tmp_path, monkeypatch):
