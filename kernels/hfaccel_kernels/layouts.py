@@ -281,6 +281,8 @@ def gather_rows(
 ) -> torch.Tensor:
     """Embedding look-up in a packed weight: fp32 [*rows.shape, k], the rows of `dequantize` bit for bit."""
     flat = rows.reshape(-1)
+    if not flat.numel():
+        return torch.empty(*rows.shape, k, device=weight.device)
     block, lane = flat // ROWS, flat % ROWS
     lines = weight[block].view(flat.numel(), -1, ROWS, 4)
     mine = lines.gather(2, lane.view(-1, 1, 1, 1).expand(-1, lines.shape[1], 1, 4))

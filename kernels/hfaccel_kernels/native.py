@@ -111,16 +111,23 @@ def _cpu_flags() -> frozenset[str]:
 
 @cache
 def compiler() -> tuple[tuple[str, ...], str] | None:
-    """The command of the first of $CXX, g++, c++, clang++ that runs, and its version line."""
-    for candidate in (os.environ.get("CXX", ""), "g++", "c++", "clang++"):
+    """The command of the first of $CXX, g++, c++, clang++ that runs, and its version line.
+
+    A $CXX that does not run is passed over, and that is said, once.
+    """
+    named = os.environ.get("CXX", "")
+    for candidate in (named, "g++", "c++", "clang++"):
         command = tuple(shlex.split(candidate))
-        if not command or shutil.which(command[0]) is None:
+        if not command:
             continue
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            said = subprocess.run(
-                (*command, "--version"), capture_output=True, text=True, timeout=20, check=True
-            )
-            return command, said.stdout.partition("\n")[0]
+        if shutil.which(command[0]) is not None:
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                said = subprocess.run(
+                    (*command, "--version"), capture_output=True, text=True, timeout=20, check=True
+                )
+                return command, said.stdout.partition("\n")[0]
+        if candidate == named:
+            log.warning("CXX=%s is no compiler that runs; g++, c++ and clang++ are tried", named)
     return None
 
 

@@ -80,6 +80,7 @@ def test_gathered_rows_equal_the_dequantized_matrix(layout):
     rows = torch.tensor([[36, 0, 5], [16, 16, 31]])
     got = layouts.gather_rows(*packed, layout, k, rows)
     assert torch.equal(got, layouts.dequantize(*packed, layout, n, k)[rows])
+    assert layouts.gather_rows(*packed, layout, k, rows[:, :0]).shape == (2, 0, k)
 
 
 @pytest.mark.parametrize("act_bits, top", [(8, 127), (16, 16256)])

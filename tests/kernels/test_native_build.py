@@ -155,6 +155,21 @@ def test_cxx_is_asked_first(tmp_path, monkeypatch):
         native.compiler.cache_clear()
 
 
+@needs_compiler
+@pytest.mark.parametrize("named", ["/nonexistent/c++ -O2", "false"])
+def test_a_cxx_that_does_not_run_is_said(monkeypatch, caplog, named):
+    monkeypatch.setenv("CXX", "")
+    native.compiler.cache_clear()
+    try:
+        wanted = native.compiler()
+        native.compiler.cache_clear()
+        monkeypatch.setenv("CXX", named)
+        assert native.compiler() == native.compiler() == wanted
+        assert [record.getMessage().partition(" is")[0] for record in caplog.records] == [f"CXX={named}"]
+    finally:
+        native.compiler.cache_clear()
+
+
 def test_an_isa_that_is_unknown_or_not_this_cpus_is_an_error(monkeypatch):
     monkeypatch.setenv("HFACCEL_ISA", "sse9")
     with pytest.raises(ValueError, match="'sse9': known are auto, avx512"):
