@@ -257,7 +257,8 @@ def is_adapter_part(name: str) -> bool:
 def extend_peft() -> None:
     """Let PEFT make LoRA layers that merge into packed weights; now, or when the user imports PEFT.
 
-    PEFT's own LoRA layer would add a merged adapter to the codes. Unpacked models keep that layer.
+    PEFT's own LoRA layer would add a merged adapter to the codes. Unpacked models keep that layer. What a
+    config wants trained in full is refused by name where it is packed, before a layer is wrapped.
     """
     after_import("peft.tuners.lora.model", _teach)
 
@@ -274,8 +275,15 @@ def _teach(lora_model) -> None:
             return import_module("hfaccel.lora.packed").dispatch(target, adapter_name, config, **kwargs)
         return default(target, adapter_name, config, **kwargs)
 
+    check = lora_model.LoraModel._check_new_adapter_config
+
+    def check_new_adapter_config(self, config):
+        check(self, config)
+        import_module("hfaccel.lora.packed").check_saved(self.model, config)
+
     dispatch_default._hfaccel = True
     lora_model.dispatch_default = dispatch_default
+    lora_model.LoraModel._check_new_adapter_config = check_new_adapter_config
 
 
 def fit_wrapper(wrapper: nn.Module, packed: bool) -> None:
@@ -324,6 +332,7 @@ _PRIVATE = {  # where it is -> its names
     ),
     "accelerate.hooks:AlignDevicesHook": ("pre_forward", "post_forward"),
     "peft.tuners.lora.model": ("dispatch_default",),
+    "peft.tuners.lora.model:LoraModel": ("_check_new_adapter_config",),
     "peft.tuners.lora.layer:Linear": ("merge", "unmerge", "get_delta_weight", "resolve_lora_variant"),
 }
 _ARGUMENTS = {  # function -> arguments by which it is called, or of which we read

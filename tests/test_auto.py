@@ -7,7 +7,8 @@ import torch
 
 import hfaccel
 from hfaccel import auto
-from hfaccel.measure.perplexity import KLResult
+from hfaccel.measure.corpus import text
+from hfaccel.measure.perplexity import KLResult, kl, window_logits
 from hfaccel.recipe import PatchConfig
 from tiny import ids, tiny
 
@@ -65,18 +66,85 @@ def test_measuring_draws_nothing_from_the_global_generator(clock):
 
 
 @pytest.mark.parametrize(
-    ("kl", "perplexity", "words"),
+    ("divergence", "perplexity", "words"),
     [
         (0.005, 10.049, ""),
-        (0.0051, 10.0, "KL 0.0051 is above"),
-        (0.0, 10.06, "rises by 0.60 %"),
+        (0.0051, 10.0, "KL 0.0051 is above 0.005, over 1 tokens"),
+        (0.0, 10.06, "rises by 0.60 %, more than 0.5 %"),
         (float("nan"), 10.0, "KL nan"),
         (0.0, float("nan"), "rises by nan"),
     ],
 )
-def test_near_lossless(kl, perplexity, words):
-    found = auto._lossy(KLResult(kl, 1.0, perplexity, 10.0, tokens=1, windows=1, seconds=0.0))
+def test_near_lossless(divergence, perplexity, words):
+    found = auto._lossy(KLResult(divergence, 1.0, perplexity, 10.0, tokens=1, windows=1, seconds=0.0))
     assert words in found and bool(found) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("measured", "windows"),
+    [
+        ([0.001, 0.0012, 0.0011], 3),  # far below the limit
+        ([0.02, 0.04, 0.03], 3),  # far above
+        ([0.0046, 0.0056, 0.0049, 0.0053, 0.0045, 0.0051, 0.0047, 0.0052], 8),  # at it
+        ([float("nan")] * 8, 8),
+    ],
+)
+def test_windows_are_measured_until_the_answer_is_clear(monkeypatch, measured, windows):
+    model, values = hfaccel.patch(tiny("TL"), "int8"), iter(measured)
+    monkeypatch.setattr(
+        "hfaccel.measure.perplexity.kl",
+        lambda *args, **cut: KLResult(next(values), 0.9, 10.0, 10.0, tokens=63, windows=1, seconds=0.0),
+    )
+    found = auto._quality(model, auto._texts(model, None))
+    assert (found.windows, found.tokens) == (windows, 63 * windows)
+    mean = sum(measured[:windows]) / windows
+    assert found.kl == pytest.approx(mean, nan_ok=True) and found.perplexity == pytest.approx(10.0)
+
+
+def test_quality_is_that_of_all_windows_at_once(monkeypatch):
+    monkeypatch.setattr(auto, "CLEAR", float("inf"))
+    model = tiny("TL")
+    texts = auto._texts(model, None)
+    assert len(texts) == auto.WINDOWS and all(ids.shape == (1, 64) for ids in texts)
+    theirs = list(window_logits(model, None, torch.cat(texts).flatten(), windows=8, window_tokens=64))
+    hfaccel.patch(model, "int4")
+    whole = kl(model, theirs, None, torch.cat(texts).flatten(), windows=8, window_tokens=64)
+    found = auto._quality(model, texts)
+    assert found.tokens == whole.tokens and found.windows == 8
+    for name in ("kl", "top1_agreement", "perplexity", "reference_perplexity"):
+        assert getattr(found, name) == pytest.approx(getattr(whole, name), rel=1e-6), name
+
+
+def test_excerpts_are_spread_over_the_text():
+    seen = []
+
+    def tokenizer(piece, **kwargs):
+        seen.append(text("wikitext2_valid").index(piece) / len(text("wikitext2_valid")))
+        return {"input_ids": list(range(2000))}
+
+    windows = auto._excerpts(tokenizer, 1024)
+    assert [tuple(ids.shape) for ids in windows] == [(1, 1024)] * 8
+    assert [round(8 * place, 1) for place in seen] == [0, 4, 2, 6, 1, 5, 3, 7]
+
+
+def test_what_was_measured_is_said(clock, monkeypatch, caplog):
+    model = tiny("llama")
+    clock(model, 0.5)
+    monkeypatch.setattr(auto, "KL_LIMIT", 10.0)
+    monkeypatch.setattr(auto, "PERPLEXITY_LIMIT", 10.0)
+    auto.choose(model)
+    assert "auto: int8 (KL 0." in caplog.text and "of at most 10.0, perplexity " in caplog.text
+    assert "tokens; decode 2.00 x, prefill of 128 2.00 x as fast as the runtime alone" in caplog.text
+
+
+@pytest.mark.real
+def test_int8_is_near_lossless_on_the_real_model():
+    """Three windows of KL 0.0035; off the grid 0.0044, which takes seven to be clear of 0.005."""
+    model, tokenizer = hfaccel.demo_model()
+    with auto._patched(model, auto.OUTCOMES[1], False):
+        quality = auto._quality(model, auto._texts(model, tokenizer)[:3])
+    assert quality.windows == 3 and quality.tokens == 3 * 1023
+    assert 0.002 < quality.kl < 0.0045 and auto._lossy(quality) == ""
 
 
 def test_an_encoder_is_chosen_by_its_forward(clock):

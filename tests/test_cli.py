@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -164,6 +165,32 @@ def test_a_backend_that_cannot_serve_is_one_line(folder, monkeypatch):
     done = command("generate", str(folder), "The three laws", "--recipe", "int8", "--max-new-tokens", "2")
     assert done.returncode == 1 and "HFACCEL_BACKEND=triton" in done.stderr
     assert done.stderr.strip().count("\n") == 0
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_demo_measures_every_row(tmp_path, monkeypatch):
+    """On few tokens: a row a recipe with a figure in every column, and the chart."""
+    from hfaccel.measure import rows
+
+    short = partial(rows.Spec, prompt_tokens=16, new_tokens=6, repeats=1)
+    monkeypatch.setattr(rows, "Spec", short)
+    chart = tmp_path / "demo.png"
+    done = run("demo", "--recipes", "fp32,int4", "--windows", "1", "-o", str(chart))
+    assert done.exit_code == 0
+    found = {}
+    for line in done.stdout.splitlines():
+        if line.split()[:1] and line.split()[0] in ("fp32", "int4"):
+            found[line.split()[0]] = [float(value) for value in line.split()[1:]]
+    assert list(found) == ["fp32", "int4"] and all(len(row) == 6 for row in found.values())
+    weights, peak, ttft, decode, ppl, agreement = zip(*found.values(), strict=True)
+    assert weights == (538.1, 86.7)
+    assert all(value > row for value, row in zip(peak, weights, strict=True))
+    assert all(value > 0 for value in (*ttft, *decode))
+    assert ppl[0] == 10.96 and 11.5 < ppl[1] < 16
+    assert agreement[0] == 1.0 and 0.6 < agreement[1] < 0.94
+    assert done.stdout.count("Gravity is") == 2 and "1 windows of wikitext2_test" in done.stdout
+    assert chart.read_bytes().startswith(b"\x89PNG\r\n") and f"chart: {chart}" in done.stdout
 
 
 def test_doctor_finds_nothing_wrong_here():

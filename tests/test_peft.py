@@ -459,6 +459,30 @@ def test_modules_to_save_are_left_alone():
     assert "lm_head" in " ".join(hfaccel.report(model).skipped)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("wanted", ["lm_head", "embed_tokens", "q_proj"])
+def test_modules_to_save_that_are_packed_are_refused_by_name(tied, wanted):
+    model = hfaccel.patch(tiny("TL", tie_word_embeddings=tied), "int4")
+    names = [name for name, _ in model.named_modules()]
+    settings = {"target_modules": ["v_proj"], "modules_to_save": [wanted]}
+    if wanted == "embed_tokens" and not tied:  # it is not packed
+        trained = get_peft_model(model, LoraConfig(**settings))
+        trained(ids(2, 8), labels=ids(2, 8)).loss.backward()
+        assert trained.get_base_model().model.embed_tokens.modules_to_save["default"].weight.grad.norm() > 0
+        return
+    with pytest.raises(PatchError, match=rf"modules_to_save='{wanted}': \S+ is quantized.*target_modules"):
+        get_peft_model(model, LoraConfig(**settings))
+    assert [name for name, _ in model.named_modules()] == names
+    get_peft_model(model, LoraConfig(target_modules=["v_proj"]))(ids(2, 8), labels=ids(2, 8)).loss.backward()
+
+
+def test_modules_to_save_beside_a_head_left_in_float():
+    model = hfaccel.patch(tiny("TL"), "int4+head16")
+    model = get_peft_model(model, LoraConfig(target_modules=["v_proj"], modules_to_save=["lm_head"]))
+    model(ids(2, 8), labels=ids(2, 8)).loss.backward()
+    assert model.get_base_model().lm_head.modules_to_save["default"].weight.grad.norm() > 0
+
+
 def test_report_names_of_an_adapted_model():
     model = adapted(tiny("TL"), target_modules=["q_proj"])
     hfaccel.patch(model, RTN(bits=4, targets="**.q_proj"))

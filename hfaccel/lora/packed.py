@@ -19,8 +19,9 @@ from peft.tuners.lora.layer import Embedding, Linear
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 
+from hfaccel import compat
 from hfaccel.errors import PatchError
-from hfaccel.quant.linear import QuantEmbedding, QuantLinear
+from hfaccel.quant.linear import QuantEmbedding, QuantLinear, is_packed
 from hfaccel.quant.packing import pack_matrix
 from hfaccel.quant.rtn import round_to_nearest
 
@@ -142,6 +143,18 @@ def refuse(config: Any) -> None:
             f"init_lora_weights={init!r} needs the float weights, which a quantized layer does not have; "
             f"known are {', '.join(map(repr, _FREE_INITS))}"
         )
+
+
+def check_saved(model: nn.Module, config: Any) -> None:
+    """Refuse `modules_to_save` that are packed: codes have no gradient. Raises: PatchError."""
+    for wanted in config.modules_to_save or ():
+        for name, module in model.named_modules():
+            if name.endswith(wanted) and is_packed(compat.base_layer(module)):
+                raise PatchError(
+                    f"modules_to_save={wanted!r}: {name} is quantized, and codes cannot be trained in full; "
+                    "name it in target_modules for LoRA, or patch so that it stays in float "
+                    f"(ignore=({name!r},); for the head and what is tied to it: head16)"
+                )
 
 
 def check(name: str, wrapper: nn.Module) -> None:
