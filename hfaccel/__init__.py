@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from hfaccel.cache.quantized import KVCache
     from hfaccel.demo import demo_model
     from hfaccel.patch import original, patch, report, unpatch
+    from hfaccel.quant.awq import AWQ
     from hfaccel.quant.gptq import GPTQ
     from hfaccel.quant.head import Head
+    from hfaccel.quant.hqq import HQQ
     from hfaccel.quant.rtn import RTN
     from hfaccel.recipe import PatchConfig
     from hfaccel.samples import CalibrationData
@@ -33,13 +35,17 @@ _PUBLIC = {  # name -> module, imported on use: `import hfaccel` stays quick
     "PatchConfig": "hfaccel.recipe",
     "RTN": "hfaccel.quant.rtn",
     "GPTQ": "hfaccel.quant.gptq",
+    "AWQ": "hfaccel.quant.awq",
+    "HQQ": "hfaccel.quant.hqq",
     "CalibrationData": "hfaccel.samples",
     "Head": "hfaccel.quant.head",
     "KVCache": "hfaccel.cache.quantized",
 }
 __all__ = [
+    "AWQ",
     "CalibrationData",
     "GPTQ",
+    "HQQ",
     "Head",
     "KVCache",
     "PatchConfig",

@@ -151,6 +151,7 @@ class Journal:
         self.keep_original = keep_original
         self.checkpoint = Checkpoint(model)
         self.swaps: list[tuple[nn.Module, nn.Module]] = []  # old, new
+        self._first: dict[nn.Module, nn.Module] = {}  # new -> what was there before any swap
         # Parameter -> its bits, and the module that replaced its own.
         self.saved: dict[nn.Parameter, tuple[TensorRef | Held, nn.Module]] = {}
         self.undos: list[Callable[[nn.Module], None]] = []
@@ -186,8 +187,13 @@ class Journal:
 
     def swap(self, parent: nn.Module, attribute: str, new: nn.Module) -> None:
         old = getattr(parent, attribute)
-        if not self.swaps or self.swaps[-1] != (old, new):
-            self.swaps.append((old, new))
+        # What replaces a replacement stands for the same original.
+        first = self._first[new] = self._first.get(old, old)
+        at = next((i for i, (known, _) in enumerate(self.swaps) if known is first), None)
+        if at is None:
+            self.swaps.append((first, new))
+        else:
+            self.swaps[at] = (first, new)
         setattr(parent, attribute, new)
         compat.fit_wrapper(parent, True)
 
@@ -274,7 +280,7 @@ class Journal:
 
     def close(self) -> None:
         """Forget everything and remove the spill files."""
-        self.swaps, self.saved, self.undos = [], {}, []
+        self.swaps, self._first, self.saved, self.undos = [], {}, {}, []
         if self._spill is not None:
             _remove(str(self._spill), os.getpid())
             self._spill = None

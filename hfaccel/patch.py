@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -296,10 +296,12 @@ def _apply(
             steps = stack.enter_context(closing(iter(loop)))
         for block, stats in steps:
             for (transform, sites), twins in zip(plan.work, shared, strict=True):
-                for site in sites:
-                    if loop is None or site.block == block:
-                        _apply_site(transform, site, stats.get(site.name), state, slots, places, twins)
-                        advance()
+                now = [site for site in sites if loop is None or site.block == block]
+                folds = transform.smooth(model, plan.anatomy, now, stats, journal)
+                for site in now:
+                    site = replace(site, fold=folds.get(site.name))
+                    _apply_site(transform, site, stats.get(site.name), state, slots, places, twins)
+                    advance()
     for transform, sites in plan.work if data is not None else ():
         transform.refine(model, plan.anatomy, sites, data.samples, journal, progress)
     if plan.anatomy.tied:
@@ -373,13 +375,14 @@ def _apply_site(
             show_as_int8(new)
         if weight is not None and isinstance(transform, Rounding):
             shared[weight] = new
+        note = f" ({site.fold.note})" if site.fold is not None and site.fold.note else ""
         record = Record(
             site.name,
             type(site.module).__name__,
             transform.step(),
             0 if twin is not None else tensor_bytes(site.module),
             0 if twin is not None else tensor_bytes(new),
-            detail=getattr(new, "extra_repr", str)(),
+            detail=getattr(new, "extra_repr", str)() + note,
         )
     compat.move_inputs_as(site.module, new)
     state.records.append(record)

@@ -10,6 +10,8 @@ from hfaccel.transform import Transform
 TRANSFORMS = {  # name in recipes and in config.json -> "module:Class"
     "int": "hfaccel.quant.rtn:RTN",
     "gptq": "hfaccel.quant.gptq:GPTQ",
+    "awq": "hfaccel.quant.awq:AWQ",
+    "hqq": "hfaccel.quant.hqq:HQQ",
     "head": "hfaccel.quant.head:Head",
     "kv": "hfaccel.cache.quantized:KVCache",
 }

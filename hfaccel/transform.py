@@ -17,7 +17,7 @@ from hfaccel.errors import PatchError, UnknownName
 if TYPE_CHECKING:
     from hfaccel.anatomy import Anatomy
     from hfaccel.journal import Journal
-    from hfaccel.observers import Stats, Want
+    from hfaccel.observers import SiteStats, Stats, Want
 
 
 class Stage(IntEnum):
@@ -38,6 +38,23 @@ class Unit(Enum):
     MODEL = "model"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fold:
+    """What a transform moved between a matrix's inputs and what feeds them; its new form must hold it.
+
+    Attributes:
+        columns: [K], what each input column of the matrix is multiplied by, or None.
+        rows: [N], what each output row (bias too) is divided by, or None.
+        stats: of the inputs as they will be, in place of what calibration observed, or None.
+        note: for the report.
+    """
+
+    columns: Tensor | None = None
+    rows: Tensor | None = None
+    stats: Stats | None = None
+    note: str = ""
+
+
 @dataclass(frozen=True)
 class Site:
     """One place of a model where a transform applies.
@@ -50,6 +67,7 @@ class Site:
         feeder: name of the norm or linear whose output only this site's group of linears reads, or None.
         aliases: every dotted name that refers to the same module, `name` included.
         as_int8: its parent casts inputs to the weight's dtype unless that is int8 (T5).
+        fold: what `smooth` moved into or out of it, once that is known.
     """
 
     module: nn.Module
@@ -59,6 +77,7 @@ class Site:
     feeder: str | None = None
     aliases: tuple[str, ...] = ()
     as_int8: bool = False
+    fold: Fold | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +126,21 @@ class Transform:
     def observer(self, site: Site) -> Want | None:
         """What calibration must collect of the inputs at `site`, or None."""
         return None
+
+    def smooth(
+        self,
+        model: nn.Module,
+        anatomy: Anatomy,
+        sites: list[Site],
+        stats: SiteStats,
+        journal: Journal,
+    ) -> dict[str, Fold]:
+        """Before its sites of one block are changed: what moves from their inputs into what feeds them.
+
+        Norms are replaced here, through the journal; of matrices, which are about to be replaced, the result
+        says what `apply` must hold: site's name -> Fold.
+        """
+        return {}
 
     def apply(self, site: Site, stats: tuple[Stats, ...] | None) -> nn.Module | None:
         """The deployed form of `site.module`; None leaves it alone.

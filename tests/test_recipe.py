@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hfaccel
-from hfaccel import GPTQ, RTN, Head, KVCache, PatchConfig, PatchError
+from hfaccel import AWQ, GPTQ, HQQ, RTN, Head, KVCache, PatchConfig, PatchError
 from hfaccel.errors import UnknownName
 from hfaccel.recipe import AUTO, recipe_table
 from hfaccel.registry import TRANSFORMS, all_transforms
@@ -28,6 +28,8 @@ TRANSFORM_STRATEGIES = {
     "gptq": st.builds(
         GPTQ, bits=st.sampled_from((8, 4, 3, 2)), **grid, order=st.booleans(), tuned=st.booleans()
     ),
+    "awq": st.builds(AWQ, bits=st.sampled_from((8, 4, 3, 2)), **grid, clip=st.booleans()),
+    "hqq": st.builds(HQQ, bits=st.sampled_from((8, 4, 3, 2)), **grid),
     "head": st.one_of(st.just(Head(bits=16)), st.builds(Head, bits=st.sampled_from((8, 4)), **grid)),
     "kv": st.just(KVCache(bits=8)),
 }

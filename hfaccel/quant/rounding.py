@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from hfaccel.anatomy import Anatomy, default_sites
 from hfaccel.errors import PatchError, UnknownName
 from hfaccel.observers import Stats
-from hfaccel.quant.packing import Round, pack_module
-from hfaccel.transform import Site, Stage, Transform, Unit
+from hfaccel.quant.linear import is_conv1d
+from hfaccel.quant.packing import Round, pack_matrix, pack_module, packed_like
+from hfaccel.transform import Fold, Site, Stage, Transform, Unit
 from hfaccel_kernels.layouts import Layout
 
 # Roles whose activations are worth 16 bits beside weights of fewer than 8: on the demo model INT8 activations
@@ -78,13 +79,35 @@ class Rounding(Transform):
 
     def apply(self, site: Site, stats: tuple[Stats, ...] | None) -> nn.Module:
         check_finite(site)
+        fold = site.fold
+        if fold is not None and fold.stats is not None:
+            stats = (fold.stats,)
         each = iter(stats or ())
         try:
+            if fold is not None and (fold.columns is not None or fold.rows is not None):
+                return self._folded(site, fold, next(each, None))
             return pack_module(
                 site.module, self.layout(site), lambda matrix: self.rounder(matrix, next(each, None))
             )
         except PatchError as error:
             raise PatchError(f"{site.name}: {error}") from None
+
+    def _folded(self, site: Site, fold: Fold, stats: Stats | None) -> nn.Module:
+        """The packed form of a linear or Conv1D whose columns and rows are scaled first, in fp32."""
+        module = site.module
+        matrix = (module.weight.T if is_conv1d(module) else module.weight).detach().float()
+        bias = module.bias
+        if fold.columns is not None:
+            matrix = matrix * fold.columns
+        if fold.rows is not None:
+            matrix = matrix / fold.rows[:, None]
+            if bias is not None:
+                bias = nn.Parameter((bias.detach().float() / fold.rows).to(bias.dtype), bias.requires_grad)
+        new = packed_like(
+            module, self.layout(site), pack_matrix(matrix, self.layout(site), self.rounder(matrix, stats))
+        )
+        new.bias = bias
+        return new
 
     # Recipe steps: name, bits, then -gN | -row | -asym | -sym and what the method adds ----------------------
 
