@@ -25,12 +25,13 @@ from torch import Tensor, nn
 
 from hfaccel.errors import PatchError
 from hfaccel.observers import Stats, Want
+from hfaccel.quant.awq import fold_scales
 from hfaccel.quant.grid import bounds, divisor, search_grid
 from hfaccel.quant.packing import Round
 from hfaccel.quant.rounding import Rounding
 from hfaccel.quant.rtn import round_to_nearest
 from hfaccel.quant.tune import Tuning, check_tunable, tune
-from hfaccel.transform import Site
+from hfaccel.transform import Fold, Site
 from hfaccel_kernels.layouts import Layout
 
 log = logging.getLogger("hfaccel")
@@ -47,12 +48,13 @@ class GPTQ(Rounding):
         order: columns by the size of their inputs, largest first; False: as they come.
         damp: share of the mean diagonal added to the Hessian.
         search: the weighted search for the grid; False: each group's own extremes.
+        awq: before, scale input channels as AWQ does (`awq.py`).
         tuned: afterwards train scales and norms towards the original, codes fixed (`tune.py`).
     """
 
     name: ClassVar[str] = "gptq"
     steps: ClassVar[tuple[tuple[str, str], ...]] = (
-        ("gptq4", "calibrated INT4, asymmetric, groups of 64; -gN, -row, -sym, -noorder, -tuned"),
+        ("gptq4", "calibrated INT4, asymmetric, groups of 64; -gN, -row, -sym, -noorder, -awq, -tuned"),
         ("gptq3", "the same in 3 bits"),
         ("gptq2", "the same in 2 bits"),
         ("gptq8", "the same in 8 bits, symmetric, one scale a row"),
@@ -62,11 +64,12 @@ class GPTQ(Rounding):
     order: bool = True
     damp: float = 0.01
     search: bool = True
+    awq: bool = False
     tuned: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("order", "search", "tuned"):
+        for key in ("order", "search", "awq", "tuned"):
             if not isinstance(getattr(self, key), bool):
                 raise PatchError(f"GPTQ: {key}={getattr(self, key)!r}; True or False")
         if not isinstance(self.damp, float | int) or not 0 <= self.damp <= 1:
@@ -74,11 +77,11 @@ class GPTQ(Rounding):
 
     @classmethod
     def parse(cls, rest: str, options: list[str]) -> GPTQ:
-        values, mine = cls.parse_bits(rest, options, ("noorder", "tuned"))
-        return cls(**values, order="noorder" not in mine, tuned="tuned" in mine)
+        values, mine = cls.parse_bits(rest, options, ("noorder", "awq", "tuned"))
+        return cls(**values, order="noorder" not in mine, awq="awq" in mine, tuned="tuned" in mine)
 
     def step(self) -> str:
-        return self.step_bits() + "-noorder" * (not self.order) + "-tuned" * self.tuned
+        return self.step_bits() + "-noorder" * (not self.order) + "-awq" * self.awq + "-tuned" * self.tuned
 
     def check(self, model: nn.Module) -> None:
         if self.tuned:
@@ -86,6 +89,9 @@ class GPTQ(Rounding):
 
     def observer(self, site: Site) -> Want | None:
         return None if isinstance(site.module, nn.Embedding) else Want(hessian=True)
+
+    def smooth(self, model, anatomy, sites, stats, journal) -> dict[str, Fold]:
+        return fold_scales(model, anatomy, sites, stats, journal, self.layout) if self.awq else {}
 
     def refine(self, model, anatomy, sites, samples, journal, progress) -> None:
         if self.tuned:
