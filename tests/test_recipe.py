@@ -26,7 +26,12 @@ TRANSFORM_STRATEGIES = {
         ),
     ),
     "gptq": st.builds(
-        GPTQ, bits=st.sampled_from((8, 4, 3, 2)), **grid, order=st.booleans(), tuned=st.booleans()
+        GPTQ,
+        bits=st.sampled_from((8, 4, 3, 2)),
+        **grid,
+        order=st.booleans(),
+        awq=st.booleans(),
+        tuned=st.booleans(),
     ),
     "awq": st.builds(AWQ, bits=st.sampled_from((8, 4, 3, 2)), **grid, clip=st.booleans()),
     "hqq": st.builds(HQQ, bits=st.sampled_from((8, 4, 3, 2)), **grid),

@@ -24,6 +24,7 @@ the model after.
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -44,6 +45,7 @@ from hfaccel_kernels.layouts import Layout, dequantize_codes
 
 _ALPHAS = tuple(i / 10 for i in range(10))
 _RANGE = 1e4  # of the scales, around their middle
+_ROWS = 512  # of each reader, evenly spread, that the pairs are compared on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,33 +196,46 @@ def search_scale(
         if into is None
         else into.unique(return_inverse=True)[1]
     )
-    weights = [weight.float() for weight in weights]
-    count = torch.zeros(int(same.max()) + 1, device=hessian.device).index_add_(
-        0, same, torch.ones(len(same), device=same.device)
-    )
+    count = torch.zeros(int(same.max()) + 1, device=hessian.device)
+    count.index_add_(0, same, torch.ones(len(same), device=same.device))
 
     def pooled(values: Tensor) -> Tensor:
         return (torch.zeros_like(count).index_add_(0, same, values) / count)[same]
 
     size = pooled(hessian.diagonal()).sqrt()
-    height = pooled(torch.cat([weight.abs() for weight in weights]).mean(0))
-    energy = [output_error(weight, hessian) for weight in weights]
-    best, least = torch.ones_like(size), float("inf")
-    for alpha, beta in [(a, b) for a in _ALPHAS for b in (0.0, 1 - a)]:
-        scale = _balanced(size, height, alpha, beta)
-        loss = 0.0
-        for weight, layout, own in zip(weights, layouts, energy, strict=True):
-            try:
-                rounded = dequantize_codes(*round_to_nearest(weight * scale, layout), layout)
-            except PatchError:  # a scale of the grid out of fp16's range: not this one
-                loss = float("inf")
-                break
-            loss += output_error(rounded.div_(scale).sub_(weight), hessian) / max(own, 1e-30)
-        if loss < least:
-            best, least = scale, loss
-    if least == float("inf"):
+    height = pooled(sum(weight.float().abs().sum(0) for weight in weights) / sum(map(len, weights)))
+    plain = torch.ones_like(size)
+    some = [weight[:: -(-len(weight) // _ROWS)] for weight in weights]
+    energy = [output_error(weight.float(), hessian) for weight in some]
+    best, least = plain, relative_error(some, plain, hessian, layouts, energy)
+    if not math.isfinite(least):
         raise PatchError("the products of its weights and calibration inputs are not finite")
+    for alpha, beta in [(a, b) for a in _ALPHAS for b in (0.0, 1 - a) if a or b]:
+        scale = _balanced(size, height, alpha, beta)
+        error = relative_error(some, scale, hessian, layouts, energy)
+        if error < least:
+            best, least = scale, error
+    # What is best of some rows is taken if it is good for all of them.
+    if best is not plain and any(len(part) < len(weight) for part, weight in zip(some, weights, strict=True)):
+        energy = [output_error(weight.float(), hessian) for weight in weights]
+        ours, theirs = (relative_error(weights, s, hessian, layouts, energy) for s in (best, plain))
+        best = best if ours < theirs else plain
     return best
+
+
+def relative_error(
+    weights: list[Tensor], scale: Tensor, hessian: Tensor, layouts: list[Layout], energy: list[float]
+) -> float:
+    """The loss above, with `energy` below the fractions; infinite where a grid would leave its range."""
+    loss = 0.0
+    for weight, layout, own in zip(weights, layouts, energy, strict=True):
+        weight = weight.float()
+        try:
+            rounded = dequantize_codes(*round_to_nearest(weight * scale, layout), layout)
+        except PatchError:
+            return math.inf
+        loss += output_error(rounded.div_(scale).sub_(weight), hessian) / max(own, 1e-30)
+    return loss
 
 
 def output_error(wrong: Tensor, hessian: Tensor) -> float:
