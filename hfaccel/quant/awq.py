@@ -159,7 +159,7 @@ def _unscalable(
     if any(is_fused_experts(site.module) for site in readers.values()):
         return "fused experts"
     if group.feeder is None:
-        return "something else reads what feeds them too, or is between"
+        return "what feeds them is read elsewhere or not in proportion"
     if left := [name for name in group.readers if name not in mine]:
         return f"{left[0].rpartition('.')[2]} reads the same and is not rounded with them"
     if not found.tokens:
@@ -171,7 +171,7 @@ def _unscalable(
     if any(p.is_meta for p in tensors):
         return "their weights are offloaded"
     if group.feeder not in mine and feeder.weight.dim() != 1:
-        return f"{group.feeder.rpartition('.')[2]}, which feeds them, is not rounded with them"
+        return f"{group.feeder.rpartition('.')[2]} feeds them and is not rounded with them"
     return ""
 
 
