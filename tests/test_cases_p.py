@@ -102,7 +102,8 @@ def test_p1_one_module_under_two_names_is_quantized_once(recipe):
     for each in (single, double):
         patched(each, method(recipe, ignore=["model.layers.0.**"]))
     assert double.again is double.model.layers[1].mlp.down_proj and is_packed(double.again)
-    assert torch.equal(codes_of(double.again), codes_of(single.model.layers[1].mlp.down_proj))
+    if method(recipe).name != "awq":  # what another parent calls too is not scaled
+        assert torch.equal(codes_of(double.again), codes_of(single.model.layers[1].mlp.down_proj))
     assert len(double._hfaccel.records) == len(single._hfaccel.records)
     hfaccel.unpatch(double)
     assert double.again is double.model.layers[1].mlp.down_proj and type(double.again) is nn.Linear
@@ -139,7 +140,8 @@ def test_p3_any_row_length(recipe, shape, tmp_path):
         groups = 1 if group == -1 else math.ceil(k / group)
         assert module.weight_scale.shape == (math.ceil(n / 16), groups, 16), name
         theirs = original.get_submodule(name)
-        if theirs.bias is not None:
+        feeds = method(recipe).name == "awq" and name.endswith(("v_proj", "up_proj"))
+        if theirs.bias is not None and not feeds:
             assert torch.equal(module.bias, theirs.bias), name
         if method(recipe).name == "int":
             step = unpack_rows(module.weight_scale, n).float()

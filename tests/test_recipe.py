@@ -149,7 +149,10 @@ def test_bad_recipes(recipe, message):
         ({"transforms": [], "extra": 1}, "keys \\['extra', 'transforms'\\]"),
         ({"transforms": ["int8"]}, "needs a 'name'"),
         ({"transforms": [{"bits": 4}]}, "needs a 'name'"),
-        ({"transforms": [{"name": "itn"}]}, "unknown transform 'itn'; known are gptq, head, int, kv"),
+        (
+            {"transforms": [{"name": "itn"}]},
+            "unknown transform 'itn'; known are awq, gptq, head, hqq, int, kv",
+        ),
         ({"transforms": [{"name": ["int"]}]}, "unknown transform"),
         ({"transforms": [{"name": "int", "bit": 4}]}, "unknown field 'bit'; known are bits, group"),
         ({"transforms": [{"name": "int", "bits": 7}]}, "bits=7; known are 2, 3, 4, 8"),

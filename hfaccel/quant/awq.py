@@ -25,20 +25,22 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from hfaccel import compat
 from hfaccel.anatomy import Anatomy, Group
 from hfaccel.errors import PatchError
 from hfaccel.journal import Journal
 from hfaccel.observers import SiteStats, Stats, Want
 from hfaccel.quant.grid import round_to_grid, search_grid
-from hfaccel.quant.linear import is_conv1d, is_fused_experts
+from hfaccel.quant.linear import is_conv1d, is_fused_experts, size_of
 from hfaccel.quant.packing import Round
-from hfaccel.quant.rounding import Rounding
+from hfaccel.quant.rounding import Rounding, check_finite
 from hfaccel.quant.rtn import round_to_nearest
 from hfaccel.transform import Fold, Site
 from hfaccel_kernels.layouts import Layout, dequantize_codes
@@ -117,6 +119,9 @@ def fold_scales(
     Returns: site's name -> what its packed form must hold.
     """
     mine = {alias: site for site in sites for alias in (site.name, *site.aliases)}
+    for site in sites:
+        if is_fused_experts(site.module):  # whose matrices have names of their own
+            mine |= {f"{site.name}.{key}": site for key in site.module._parameters}
     columns: dict[str, Tensor] = {}
     rows: dict[str, Tensor] = {}
     after: dict[str, Stats] = {}
@@ -126,21 +131,28 @@ def fold_scales(
         if not readers:
             continue
         found = stats[next(iter(readers))][0]
-        if why := _unscalable(model, group, readers, mine, found):
+        if why := _unscalable(anatomy, group, readers, mine, found):
             notes |= dict.fromkeys(readers, f"inputs not scaled: {why}")
             continue
-        weights = [matrix_of(site.module) for site in readers.values()]
-        into = anatomy.feeder_rows(group).to(weights[0].device)
-        layouts = [layout_of(site) for site in readers.values()]
-        scale = search_scale(weights, found.hessian, layouts, into)
+        with ExitStack() as stack:
+            for site in readers.values():
+                stack.enter_context(compat.materialized(site.module))
+                check_finite(site)
+            weights = [matrix_of(site.module) for site in readers.values()]
+            into = anatomy.feeder_rows(group).to(found.hessian.device)
+            layouts = [layout_of(site) for site in readers.values()]
+            try:
+                scale = search_scale(weights, found.hessian, layouts, into)
+            except PatchError as error:
+                raise PatchError(f"{group.readers[0]}: {error}") from None
         if group.feeder in mine:
             site = mine[group.feeder]
-            part = torch.ones(matrix_of(site.module).shape[0], device=scale.device)
+            part = torch.ones(size_of(site.module)[0], device=scale.device)
             part[into] = scale
             rows[site.name] = part
         else:
             one_plus = anatomy.facts is not None and anatomy.facts.norm == "rms1p"
-            scale = _fold_norm(model, group.feeder, scale, one_plus, journal)
+            scale = _fold_norm(model, group.feeder, scale, float(one_plus), journal)
         scaled = Stats(found.tokens, found.hessian / scale[:, None] / scale)
         for name in readers:
             columns[name], after[name] = scale, scaled
@@ -153,7 +165,7 @@ def fold_scales(
 
 
 def _unscalable(
-    model: nn.Module, group: Group, readers: dict[str, Site], mine: dict[str, Site], found: Stats
+    anatomy: Anatomy, group: Group, readers: dict[str, Site], mine: dict[str, Site], found: Stats
 ) -> str:
     """Why the inputs of a group keep their sizes; "" if they need not."""
     if any(is_fused_experts(site.module) for site in readers.values()):
@@ -164,13 +176,7 @@ def _unscalable(
         return f"{left[0].rpartition('.')[2]} reads the same and is not rounded with them"
     if not found.tokens:
         return "no token reached them"
-    feeder = model.get_submodule(group.feeder) if group.feeder not in mine else mine[group.feeder].module
-    tensors = [
-        p for module in (feeder, *(s.module for s in readers.values())) for p in module.parameters(False)
-    ]
-    if any(p.is_meta for p in tensors):
-        return "their weights are offloaded"
-    if group.feeder not in mine and feeder.weight.dim() != 1:
+    if group.feeder not in mine and group.feeder not in anatomy.blocks[group.block].norms.values():
         return f"{group.feeder.rpartition('.')[2]} feeds them and is not rounded with them"
     return ""
 
@@ -254,21 +260,30 @@ def _balanced(size: Tensor, height: Tensor, alpha: float, beta: float) -> Tensor
     return torch.where(alive, (log - (low + high) / 2).clamp(-limit, limit).exp(), 1.0)
 
 
-def _fold_norm(model: nn.Module, name: str, scale: Tensor, one_plus: bool, journal: Journal) -> Tensor:
-    """Replace a norm by a copy that gives x / scale. Returns: the scale that its dtype lets it have."""
+def _fold_norm(model: nn.Module, name: str, scale: Tensor, one: float, journal: Journal) -> Tensor:
+    """Replace a norm by a copy that gives x / scale.
+
+    Args:
+        one: what its forward adds to its weight.
+    Returns: the scale that its dtype lets it have.
+    """
     parent_name, _, attribute = name.rpartition(".")
     parent = model.get_submodule(parent_name)
-    norm = copy.copy(getattr(parent, attribute))
-    norm._parameters = dict(norm._parameters)
-    weight = norm.weight.detach()
-    one = float(one_plus)
-    gain = weight.float() + one
-    new = (gain / scale - one).to(weight.dtype)
-    held = new.float() + one
-    scale = torch.where(held != 0, gain / held, scale)
-    norm._parameters["weight"] = nn.Parameter(new, norm.weight.requires_grad)
-    if (bias := norm._parameters.get("bias")) is not None:
-        shifted = (bias.detach().float() / scale).to(bias.dtype)
-        norm._parameters["bias"] = nn.Parameter(shifted, bias.requires_grad)
+    original = getattr(parent, attribute)
+    norm = copy.copy(original)
+    for wrapped in ("forward", "_hf_hook", "_old_forward"):  # by accelerate, around the original
+        vars(norm).pop(wrapped, None)
+    with compat.materialized(original):
+        norm._parameters = dict(original._parameters)
+        weight = norm.weight.detach()
+        gain = weight.float() + one
+        new = (gain / scale - one).to(weight.dtype)
+        held = new.float() + one
+        scale = torch.where(held != 0, gain / held, scale)
+        norm._parameters["weight"] = nn.Parameter(new, norm.weight.requires_grad)
+        if (bias := norm._parameters.get("bias")) is not None:
+            shifted = (bias.detach().float() / scale).to(bias.dtype)
+            norm._parameters["bias"] = nn.Parameter(shifted, bias.requires_grad)
+    compat.move_inputs_as(original, norm)
     journal.swap(parent, attribute, norm)
     return scale

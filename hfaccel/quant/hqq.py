@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hfaccel import compat
 from hfaccel.anatomy import Anatomy
 from hfaccel.journal import Journal
 from hfaccel.observers import SiteStats, Stats
@@ -83,9 +84,8 @@ class HQQ(Rounding):
                 continue
             if site.feeder not in known:
                 norm = model.get_submodule(site.feeder)
-                if norm.weight.is_meta:
-                    continue
-                known[site.feeder] = Fold(stats=Stats(0, square_mean=expected_square(norm, one_plus)))
+                with compat.materialized(norm):
+                    known[site.feeder] = Fold(stats=Stats(0, square_mean=expected_square(norm, one_plus)))
             out[site.name] = known[site.feeder]
         return out
 
@@ -145,7 +145,7 @@ def _solve(w: Tensor, h: Tensor, layout: Layout, p: float) -> tuple[Tensor, Tens
         above, below = top - layout.zero, layout.zero - bottom
         zero = torch.full_like(low, layout.zero)
         peak = torch.maximum(-low, high)
-        best = scale = group_scale(peak, max(above, 1), layout)
+        scale = group_scale(peak, max(above, 1), layout)
         best = robust_error(w, h, scale, zero, layout, p)
         covers = [torch.maximum(-low / below, high / max(above, 1))]
         if below != above:
