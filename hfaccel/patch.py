@@ -128,8 +128,8 @@ def patch(
         try:
             _apply(root, target, plan, data, state, progress)
             target._hfaccel = state
-            if RUNTIME in vars(target) and not target.training:
-                vars(target)[RUNTIME].runner(target)  # measures what serves it best
+            if RUNTIME in vars(target):
+                vars(target)[RUNTIME].decide(target)
         except BaseException:
             vars(target).pop("_hfaccel", None)
             with torch.inference_mode(False):
@@ -302,6 +302,8 @@ def _apply(
                     site = replace(site, fold=folds.get(site.name))
                     _apply_site(transform, site, stats.get(site.name), state, slots, places, twins)
                     advance()
+            if loop is not None:
+                release_memory()
     for transform, sites in plan.work if data is not None else ():
         transform.refine(model, plan.anatomy, sites, data.samples, journal, progress)
     if plan.anatomy.tied:

@@ -45,7 +45,7 @@ class Runtime:
         self.attention = attention  # implementation before install, None if it was left alone
         self.fallbacks: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()  # executor -> generate calls it served
-        self.choice: Choice | None = None  # what was measured, or recorded, when the runner was made
+        self.choice: Choice | None = None  # what was measured, or recorded
         self._runner: Runner | None = None
         self._forked = False  # the runner was made in a forked child
 
@@ -55,14 +55,18 @@ class Runtime:
     def __deepcopy__(self, memo):
         return Runtime(self.kv_bits, self.page_tokens, self.attention)
 
+    def decide(self, model: nn.Module) -> dict[str, str] | None:
+        """Measure which executor serves the model best, unless that is known; those that are no choice."""
+        if self.choice is None and unpackable(model) is None:
+            self.choice = choose(model, kv_bits=self.kv_bits)
+        return self.choice.barred() if self.choice else None
+
     def runner(self, model: nn.Module) -> Runner:
         """The runner; a forked child makes one of its own, which runs modules."""
         at = vars(model)[gate.ATTRIBUTE]
         with at.lock:
             if self._runner is None or self._runner.model is not model or self._forked != at.forked:
-                if not at.forked and unpackable(model) is None:
-                    self.choice = choose(model, kv_bits=self.kv_bits)
-                barred = {"native": FORKED} if at.forked else self.choice.barred() if self.choice else None
+                barred = {"native": FORKED} if at.forked else self.decide(model)
                 self._forked = at.forked
                 self._runner = Runner(
                     model, kv_bits=self.kv_bits, page_tokens=self.page_tokens, barred=barred

@@ -55,7 +55,7 @@ class Builder:
             )
         self.model, self.parts, self.facts, self.hidden = model, parts, parts.facts, hidden
         self.config = model.config.get_text_config(decoder=True)
-        self.modules = dict(model.named_modules())
+        self.modules = dict(model.named_modules(remove_duplicate=False))
         self.ops: list[Op] = []
         self.buffers: list[Buffer] = []
         self.named: dict[tuple, int] = {}

@@ -18,6 +18,7 @@ def test_cost_is_counted_from_the_plan(kv_bits, bytes_):
     """llama: 2 layers, 4 heads of 16, 2 KV heads; mistral the same with windows of 8."""
     for family, keys in (("llama", 100), ("mistral", 8)):
         native, pool = Native(tiny(family)), PagePool(bits=kv_bits)
+        pool.reserve(1)
         native._find_pages(pool)
         wanted = 2 * keys * 2 * 2 * bytes_, 2 * keys * 4 * 2 * 2 * 16
         assert context.attention_cost(native.plan, pool, 100) == wanted

@@ -1,7 +1,9 @@
 """runtime/choice.py: what is measured, what follows from it, and that it is made once and repeated."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -170,3 +172,15 @@ def test_a_record_that_names_no_executor_is_no_choice(tmp_path):
     model.save_pretrained(tmp_path / "out")
     with pytest.raises(CheckpointError, match="hfaccel="):
         hfaccel.from_pretrained(tmp_path / "out")
+
+
+def test_a_model_that_was_measured_is_freed_without_the_collector():
+    model = patched("int8")
+    assert mixin.runtime(model).choice.decode_ms
+    codes = weakref.ref(model.lm_head.weight)
+    gc.disable()
+    try:
+        del model
+        assert codes() is None
+    finally:
+        gc.enable()
