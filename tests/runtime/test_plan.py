@@ -89,6 +89,15 @@ def test_shared_input_is_quantized_once_for_each_kind_of_chunk():
     assert [name.rpartition(".")[2] for name in names] == ["q_proj+k_proj", "v_proj", "o_proj"]
 
 
+def test_one_module_under_two_names_is_read_twice():
+    model = tiny.tiny("llama")
+    first, second = (layer.mlp for layer in model.model.layers)
+    second.up_proj = first.up_proj
+    reads = [m.weight for op in build(model).ops if isinstance(op, Matmul) for m in op.parts]
+    assert sum(weight is first.up_proj.weight for weight in reads) == 2
+    assert sum(weight is first.gate_proj.weight for weight in reads) == 1
+
+
 def test_only_asked_rows_go_through_the_last_layers_mlp():
     plan = build(tiny.tiny("llama"))
     first = next(i for i, op in enumerate(plan.ops) if isinstance(op, Gather))
