@@ -24,6 +24,7 @@ from hfaccel.classes import Mixin, extend, restore
 from hfaccel.errors import PatchError
 
 ATTRIBUTE = "_hfaccel_gate"
+RUNTIME = "_hfaccel_runtime"  # what a patched model has; it keeps its gate
 
 
 class Gate:
@@ -138,14 +139,16 @@ def alone(model: nn.Module, what: str) -> Iterator[None]:
         finally:
             if isinstance(model, Gated):  # nothing else went in front of its class
                 restore(model)
+            if RUNTIME not in vars(model):
                 vars(model).pop(ATTRIBUTE, None)
 
 
 def _generates(model: nn.Module) -> bool:
     """Whether another thread is inside transformers' `generate` of this model, which knows no gate."""
-    me = threading.get_ident()
-    for thread, frame in sys._current_frames().items():
-        while frame is not None and thread != me:
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]  # this very frame: it would hold itself, and the model
+    for frame in frames.values():
+        while frame is not None:
             if frame.f_code.co_name == "generate" and frame.f_locals.get("self") is model:
                 return True
             frame = frame.f_back

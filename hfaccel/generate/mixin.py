@@ -31,7 +31,7 @@ from hfaccel.saving import SavingMixin
 
 __all__ = ["ATTRIBUTE", "alone", "explain", "install", "runner_of", "runtime", "uninstall"]
 
-ATTRIBUTE = "_hfaccel_runtime"
+ATTRIBUTE = gate.RUNTIME
 ORIGINAL = "original(model)"
 FORKED = "a forked child: its threads stayed in the parent"
 KNOWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict", *CACHE_NAMES}
