@@ -289,15 +289,18 @@ def paged_attention_blocked(
     slopes = None if alibi_slopes is None else alibi_slopes.float()
     q = q.contiguous().view(q.shape[0], kv_heads, heads // kv_heads, q.shape[2])
     if flash and k_scale is None and all(e - s == 1 and size and at >= 0 for s, e, size, at in rows):
-        # Decode on views alone: three operators a sequence. What is left of the Python counts at 30 layers.
-        flat = [x.view(-1, kv_heads, x.shape[3]).transpose(0, 1)[None] for x in (k_pages, v_pages)]
-        found = []
+        # Decode on views alone. What is left of the Python counts at 30 layers.
+        k_slots, v_slots = k_pages.flatten(0, 1), v_pages.flatten(0, 1)
+        found, page_tokens = [], k_pages.shape[1]
         for start, stop, length, first in rows:
-            first *= k_pages.shape[1]
-            low = first if window is None or window >= length else first + length - window
-            k, v = (x[:, :, low : first + length] for x in flat)
-            found.append(F.scaled_dot_product_attention(q[start:stop], k, v, scale=scale))
-        return torch.cat(found).flatten(1, 2) if found else q.new_empty(0, heads, v_pages.shape[3])
+            high = first * page_tokens + length
+            low = high - (length if window is None or window >= length else window)
+            k, v = k_slots[low:high].transpose(0, 1)[None], v_slots[low:high].transpose(0, 1)[None]
+            mine = q if len(rows) == 1 else q[start:stop]
+            found.append(F.scaled_dot_product_attention(mine, k, v, scale=scale))
+        if not found:
+            return q.new_empty(0, heads, v_pages.shape[3])
+        return (found[0] if len(found) == 1 else torch.cat(found)).flatten(1, 2)
     out = q.new_empty(q.shape[0], heads, v_pages.shape[3])
     for b, (start, stop, length, first) in enumerate(rows):
         n = stop - start
