@@ -14,6 +14,10 @@ in fp32. Zero points are integers here, so both neighbours of z are tried, for e
 ranges, and of all grids the one of the smallest sum is taken. Round-to-nearest's is the first of them.
 Symmetric grids have no z to solve for: the line alone is searched, with a negative scale too.
 
+Only grids that reach every weight within half a step are taken. With an integer zero a grid cannot shift by
+part of a step, so what p < 1 would buy with the errors that it forgives is a finer step for cut-off extremes:
+on the demo model's twin ranges shrunken by up to a quarter raised perplexity from 27.3 to 34.9.
+
 No data, but not no knowledge: a norm's output is its gain times something normalized. So h_j = gain_j^2 +
 bias_j^2 where a norm feeds the matrix, 1 elsewhere.
 """
@@ -39,7 +43,7 @@ from hfaccel.transform import Fold, Site
 from hfaccel_kernels.layouts import Layout
 
 P = 0.5
-_SHRINKS = {8: (1.0, 0.9, 3), 4: (1.0, 0.76, 7), 3: (1.0, 0.6, 9), 2: (1.0, 0.4, 11)}  # first, last, steps
+_STEPS = 7  # scales tried, from the whole range down to the least that still reaches it
 _ROUNDS = 3  # of the splitting
 _PENALTY, _RISE = 8.0, 1.3
 _CHUNK_ELEMENTS = 1 << 18
@@ -140,7 +144,7 @@ def _solve(w: Tensor, h: Tensor, layout: Layout, p: float) -> tuple[Tensor, Tens
     """w [N, G, size], h [G, size] -> scales and zeros [N, G]."""
     low, high = w.amin(-1).clamp_max_(0), w.amax(-1).clamp_min_(0)
     bottom, top = bounds(layout)
-    line = torch.linspace(*_SHRINKS[layout.bits]).tolist()
+    line = torch.linspace(1, top / (top + 1), _STEPS).tolist()
     if layout.symmetric:
         above, below = top - layout.zero, layout.zero - bottom
         zero = torch.full_like(low, layout.zero)
@@ -158,7 +162,9 @@ def _solve(w: Tensor, h: Tensor, layout: Layout, p: float) -> tuple[Tensor, Tens
         grids = _asymmetric(w, h, low, high, line, layout, p)
     for s, z in grids:
         error = robust_error(w, h, s, z, layout, p)
-        better = error < best
+        ends = s * (bottom - 0.5 - z), s * (top + 0.5 - z)
+        reaches = (torch.minimum(*ends) <= low) & (torch.maximum(*ends) >= high)
+        better = (error < best) & reaches
         best = torch.where(better, error, best)
         scale, zero = torch.where(better, s, scale), torch.where(better, z, zero)
     return scale, zero
