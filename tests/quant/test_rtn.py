@@ -6,12 +6,14 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+import hfaccel
 from hfaccel.errors import PatchError, UnknownName
 from hfaccel.quant.linear import QuantEmbedding, QuantExperts, QuantLinear, codes_of
 from hfaccel.quant.packing import pack_matrix
 from hfaccel.quant.rtn import RTN, round_to_nearest
 from hfaccel.transform import Site
 from hfaccel_kernels.layouts import Layout, dequantize, unpack_codes, unpack_rows
+from tiny import tiny
 
 GRIDS = [
     pytest.param(bits, group, symmetric, id=f"int{bits}-{'row' if group < 0 else f'g{group}'}-{kind}")
@@ -254,3 +256,14 @@ def test_bad_fields_are_refused(fields):
 def test_unknown_fields_are_refused():
     with pytest.raises(UnknownName, match="unknown field 'bit'; known are bits, group"):
         RTN.from_dict({"name": "int", "bit": 4})
+
+
+@pytest.mark.parametrize("recipe, wide", [("int8", True), ("int4", False), ("int3", False), ("int2", True)])
+def test_activations_have_16_bits_where_8_would_move_perplexity(recipe, wide):
+    """Beside the finest and the coarsest weights; in between only where inputs have outliers."""
+    model = hfaccel.patch(tiny("llama"), recipe, progress=False)
+    bits = {name: m.layout.act_bits for name, m in model.named_modules() if isinstance(m, QuantLinear)}
+    for name, found in bits.items():
+        outliers = name.endswith(("q_proj", "k_proj", "v_proj", "lm_head"))
+        assert found == (16 if wide or outliers else 8), name
+    assert len(bits) == 2 * 7 + 1
