@@ -16,7 +16,7 @@ groups = st.one_of(st.just(-1), st.integers(1, 1 << 20))
 grid = {"group": st.none() | groups, "symmetric": st.none() | st.booleans()}
 TRANSFORM_STRATEGIES = {
     "int": st.one_of(
-        st.builds(RTN, bits=st.sampled_from((8, 4, 3, 2)), **grid),
+        st.builds(RTN, bits=st.sampled_from((8, 4, 3, 2)), **grid, search=st.booleans()),
         st.builds(
             RTN,
             bits=st.sampled_from((8, 4, 3, 2)),

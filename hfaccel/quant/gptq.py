@@ -62,7 +62,7 @@ class GPTQ(Rounding):
 
     bits: int = 4
     order: bool = True
-    damp: float = 0.01
+    damp: float = 0.1
     search: bool = True
     awq: bool = False
     tuned: bool = False

@@ -11,14 +11,17 @@ Asymmetric, b bits:  lo = min(x, 0), hi = max(x, 0),  s = (hi - lo) / (2^b - 1),
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hfaccel.errors import PatchError
+from hfaccel.observers import Stats, Want
+from hfaccel.quant.grid import searched
 from hfaccel.quant.packing import Round
 from hfaccel.quant.rounding import Rounding, group_scale
+from hfaccel.transform import Site
 from hfaccel_kernels.layouts import Layout
 
 
@@ -28,28 +31,34 @@ class RTN(Rounding):
 
     Attributes:
         per_tensor: one scale for the whole matrix (symmetric, group -1), stored on every row.
+        search: each group's grid by the search of `grid.py`, weighted by the inputs of calibration data.
     """
 
     name: ClassVar[str] = "int"
     steps: ClassVar[tuple[tuple[str, str], ...]] = (
         ("int8", "round to nearest, symmetric, one scale a row; -gN, -asym, -tensor"),
-        ("int4", "round to nearest, asymmetric, groups of 64; -gN, -row, -sym"),
+        ("int4", "round to nearest, asymmetric, groups of 64; -gN, -row, -sym, -search (with data)"),
         ("int3", "the same in 3 bits"),
         ("int2", "the same in 2 bits"),
     )
 
     per_tensor: bool = False
+    search: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.per_tensor, bool):
-            raise PatchError(f"RTN: per_tensor={self.per_tensor!r}; True or False")
+        for key in ("per_tensor", "search"):
+            if not isinstance(getattr(self, key), bool):
+                raise PatchError(f"RTN: {key}={getattr(self, key)!r}; True or False")
         if self.per_tensor and (self.group != -1 or not self.symmetric):
             raise PatchError("RTN: per_tensor goes with symmetric codes and no group")
+        if self.per_tensor and self.search:
+            raise PatchError("RTN: search is by group, per_tensor has none")
 
     @classmethod
     def parse(cls, rest: str, options: list[str]) -> RTN:
-        values, mine = cls.parse_bits(rest, options, ("tensor",))
+        values, mine = cls.parse_bits(rest, options, ("tensor", "search"))
+        values["search"] = "search" in mine
         if "tensor" in mine:
             values = {"group": -1, "symmetric": True, **values, "per_tensor": True}
         return cls(**values)
@@ -57,9 +66,14 @@ class RTN(Rounding):
     def step(self) -> str:
         if self.per_tensor:
             return replace(self, per_tensor=False, group=None, symmetric=None).step_bits() + "-tensor"
-        return self.step_bits()
+        return self.step_bits() + "-search" * self.search
 
-    def rounder(self, matrix: Tensor, stats: Any) -> Round:
+    def observer(self, site: Site) -> Want | None:
+        return Want(channels=True) if self.search and not isinstance(site.module, nn.Embedding) else None
+
+    def rounder(self, matrix: Tensor, stats: Stats | None) -> Round:
+        if self.search and stats is not None and stats.tokens:
+            return searched(stats.diagonal())
         if not self.per_tensor:
             return round_to_nearest
         low, high = matrix.aminmax()
