@@ -103,7 +103,7 @@ static inline void block_dot(const HfaWeight* w, const uint8_t* data, const void
             }
             if (left >= kChunk) {
                 if constexpr (T <= 4) {
-#pragma GCC unroll 16
+#pragma GCC unroll kUnroll
                     for (int s = 0; s < kChunk / S::k; ++s)
                         step_dots<BITS, WIDE, T>(data + s * S::bytes, codes + s * S::k, ldq, to_low, dots, lows);
                 } else {

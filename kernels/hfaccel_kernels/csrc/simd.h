@@ -6,6 +6,7 @@
 //   dot4(acc, codes, quad)   acc[r] += sum_i codes[4r + i] * quad[i]; codes below 8 bits are unsigned. At 8 bits
 //                            the line goes through codes8() first, and kCode8Zero is the code that stands for 0.
 //   kTileTokens              tokens whose accumulators fit the registers; kPlainRows x kPlainTokens likewise
+//   kUnroll                  steps of a packed weight that few tokens unroll
 #pragma once
 
 #include <math.h>

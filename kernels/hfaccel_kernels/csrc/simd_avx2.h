@@ -12,6 +12,7 @@ struct Vi { __m256i a, b; };
 struct Vb { __m256i a, b; };
 
 constexpr int kTileTokens = 2;
+constexpr int kUnroll = 16;
 constexpr int kPlainTokens = 1;
 constexpr int kCode8Zero = 0;  // codes8 leaves them signed
 

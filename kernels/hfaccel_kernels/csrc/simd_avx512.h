@@ -9,6 +9,7 @@ struct Vi { __m512i v; };
 struct Vb { __m512i v; };
 
 constexpr int kTileTokens = 12;
+constexpr int kUnroll = 16;
 constexpr int kPlainTokens = 6;
 constexpr int kCode8Zero = 128;  // vpdpbusd takes the codes unsigned
 

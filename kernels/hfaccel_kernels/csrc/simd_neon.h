@@ -11,6 +11,7 @@ struct Vi { int32x4_t v[4]; };
 struct Vb { uint8x16_t v[4]; };
 
 constexpr int kTileTokens = 4;
+constexpr int kUnroll = 16;
 constexpr int kPlainTokens = 1;
 constexpr int kCode8Zero = 0;  // codes8 leaves them signed
 
