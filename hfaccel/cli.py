@@ -5,26 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import os
-import statistics
 import sys
 import time
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from hfaccel.commands.bench import bench
+from hfaccel.commands.evaluate import evaluate
+from hfaccel.commands.terminal import AsJson, Model, OffGrid, Recipe, print_table, recipe_names, say
 from hfaccel.errors import PatchError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-MODEL_HELP = "A folder, a hub id, a .gguf file, or 'demo' (SmolLM2-135M-Instruct)."
-Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
-Recipe = Annotated[
-    str, typer.Option(help="What to do, e.g. int4, int8+kv8; `hfaccel recipes` lists the steps.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")]
-OffGrid = Annotated[bool, typer.Option(help="With 'demo': its twin whose weights lie on no rounding grid.")]
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -71,12 +65,12 @@ def demo(
     from hfaccel.measure.rows import UNPATCHED, Spec, measure_apart
     from hfaccel.saving import check_writable
 
-    names = _recipes(recipes, *UNPATCHED)
+    names = recipe_names(recipes, *UNPATCHED)
     check_writable(output)
     demo_folder(off_grid=off_grid)
     rows = []
     for recipe in names:
-        _say(f"measuring {recipe} ...")
+        say(f"measuring {recipe} ...")
         rows.append(measure_apart(Spec("demo", recipe, off_grid=off_grid, windows=windows)))
     if as_json:
         return print(json.dumps(rows, indent=1))
@@ -94,7 +88,7 @@ def demo(
         "perplexity": ("perplexity", lambda v: f"{v:.2f}"),
         "top1_agreement": ("top-1 agreement", lambda v: f"{v:.3f}"),
     }
-    _print_table(rows, columns)
+    print_table(rows, columns)
     for row in rows:
         print(f"  {row['recipe']}: {row['text']!r}")
     for row in rows:
@@ -126,7 +120,7 @@ def patch(
     from hfaccel.saving import check_target
 
     if recipe != AUTO:
-        _recipes(recipe)
+        recipe_names(recipe)
     check_target(output)
     if Path(model).is_dir() and output.exists() and output.samefile(model):
         raise PatchError(f"{output} is MODEL itself, whose weights would be lost; give another folder")
@@ -188,7 +182,7 @@ def recipes(as_json: AsJson = False) -> None:
     rows = [{"step": step, "means": means} for step, means in recipe_table()]
     if as_json:
         return print(json.dumps(rows, indent=1))
-    _print_table(rows, {"step": ("step", str), "means": ("means", str)})
+    print_table(rows, {"step": ("step", str), "means": ("means", str)})
 
 
 @app.command()
@@ -213,179 +207,8 @@ def report(
         print(executor(loaded).plan)
 
 
-@app.command("eval")
-def evaluate(
-    model: Model,
-    recipe: Annotated[
-        str | None, typer.Option(help="Patch first; quality is then against the unpatched model.")
-    ] = None,
-    windows: Annotated[int, typer.Option(min=1, help="Windows of 1,024 tokens.")] = 40,
-    data: Annotated[
-        str, typer.Option(help="wikitext2_test, wikitext2_valid, or a text file.")
-    ] = "wikitext2_test",
-    off_grid: OffGrid = True,
-    as_json: AsJson = False,
-) -> None:
-    """Perplexity and, with a recipe, KL and top-1 agreement to the model before.
-
-    A patched model is measured through the runner that serves its `generate`.
-    """
-    import hfaccel
-    from hfaccel.generate import mixin
-    from hfaccel.measure.corpus import text
-    from hfaccel.measure.perplexity import kl, perplexity
-    from hfaccel.measure.rows import load
-    from hfaccel.measure.runner_report import paged_logits
-
-    loaded, tokenizer = load(model, off_grid=off_grid)
-    if recipe is not None:
-        reference, _ = load(model, off_grid=off_grid)
-        hfaccel.patch(loaded, recipe, tokenizer=tokenizer, keep_original=False)
-    served = partial(paged_logits, loaded) if hasattr(loaded, mixin.ATTRIBUTE) else loaded
-    if recipe is None:
-        result = perplexity(served, tokenizer, text(data), windows=windows)
-    else:
-        result = kl(served, reference, tokenizer, text(data), windows=windows)
-    values = vars(result)
-    if as_json:
-        return print(json.dumps({"model": model, "recipe": recipe, "data": data, **values}, indent=1))
-    _print_table(
-        [values],
-        {
-            key: (key.replace("_", " "), lambda v: f"{v:.4f}" if isinstance(v, float) else str(v))
-            for key in values
-        },
-    )
-
-
-@app.command()
-def bench(
-    model: Annotated[
-        str, typer.Argument(help="A folder, 'demo', or 'random-1.17b' (a shape, random weights).")
-    ] = "demo",
-    recipe: Annotated[str, typer.Option(help="Ours, separated by commas; ratios are to the first.")] = "int4",
-    against: Annotated[
-        str,
-        typer.Option(help="hf, llama.cpp, openvino, vllm, torchao, each with :variant, separated by commas."),
-    ] = "hf",
-    peer_python: Annotated[
-        list[str] | None, typer.Option(help="NAME=PATH of the python that has the peer.")
-    ] = None,
-    prompt: Annotated[int, typer.Option(min=1, help="Prompt tokens.")] = 128,
-    new: Annotated[int, typer.Option(min=2, help="New tokens.")] = 64,
-    batch: Annotated[int, typer.Option(min=1)] = 1,
-    rounds: Annotated[int, typer.Option(min=1)] = 5,
-    threads: Annotated[int, typer.Option(min=1)] = os.cpu_count() or 1,
-    off_grid: Annotated[bool, typer.Option(help="With 'demo': the off-grid twin.")] = False,
-    profile: Annotated[bool, typer.Option(help="Time of one decode step by op kind instead.")] = False,
-    context: Annotated[
-        str | None,
-        typer.Option(help="Time of a token at these contexts instead, and what explains it: 128,1024,4096."),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Folder for bench.json and bench.png.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Time `generate` side by side with other tools: same token counts, alternating order, median ratios."""
-    from hfaccel.measure import bench as benches
-    from hfaccel.measure.rows import UNPATCHED
-
-    ours = _recipes(recipe, "auto", *UNPATCHED)
-    if profile:
-        from hfaccel.measure.profile import profile_step
-
-        return print(profile_step(model, ours[0], prompt_tokens=prompt, batch=batch, threads=threads))
-    if context is not None:
-        return _bench_context(model, ours[0], context, rounds, threads, off_grid, as_json)
-    if odd := [pair for pair in peer_python or [] if "=" not in pair]:
-        raise typer.BadParameter(f"--peer-python {odd[0]!r} is not NAME=PATH")
-    pythons = dict(pair.split("=", 1) for pair in peer_python or [])
-    result = benches.bench(
-        model,
-        ours,
-        [name.strip() for name in against.split(",") if name.strip()],
-        peer_python=pythons,
-        prompt_tokens=prompt,
-        new_tokens=new,
-        batch=batch,
-        rounds=rounds,
-        threads=threads,
-        off_grid=off_grid,
-        say=_say,
-    )
-    if output is not None:
-        from hfaccel.measure.chart import bars
-
-        output.mkdir(parents=True, exist_ok=True)
-        (output / "bench.json").write_text(json.dumps(result, indent=1))
-        shown = {"decode_tokens_s": "decode, tokens/s", "ttft_ms": "time to first token, ms"}
-        drawn = [
-            {**row, "recipe": row["name"], "ttft_ms": row["ttft_s"] * 1e3}
-            for row in result["rows"]
-            if "ttft_s" in row
-        ]
-        bars(
-            drawn,
-            shown,
-            f"{model}, batch {batch}, {prompt} in, {new} out, {result['cpu']}",
-            output / "bench.png",
-        )
-    if as_json:
-        return print(json.dumps(result, indent=1))
-    low, high = min(result["read_bandwidth_gb_s"]), max(result["read_bandwidth_gb_s"])
-    print(
-        f"{model}, batch {batch}, {prompt} tokens in, {new} out, {threads} threads, {result['cpu']}; "
-        f"read bandwidth {low:.1f} to {high:.1f} GB/s in this run; "
-        f"ratios: {result['rows'][0]['name']} over the row"
-    )
-    _print_table(
-        result["rows"],
-        {
-            "name": ("", str),
-            "ttft_s": ("TTFT ms", lambda v: f"{v * 1e3:.1f}"),
-            "ttft_ratio": ("TTFT ratio", lambda v: f"{v:.2f}"),
-            "decode_tokens_s": ("decode tokens/s", lambda v: f"{v:.1f}"),
-            "decode_ratio": ("decode ratio", lambda v: f"{v:.2f}"),
-            "gb_s": ("GB/s", lambda v: f"{v:.1f}"),
-            "bandwidth_share": ("of bandwidth", lambda v: f"{100 * v:.0f} %"),
-            "error": ("error", str),
-        },
-    )
-
-
-def _bench_context(
-    model: str, recipe: str, context: str, rounds: int, threads: int, off_grid: bool, as_json: bool
-) -> None:
-    from hfaccel.measure.context import growth
-
-    numbers = context.split(",")
-    if not all(number.strip().isdigit() for number in numbers):
-        raise typer.BadParameter(f"--context {context!r} is not a list of numbers")
-    options = {"rounds": rounds, "threads": threads, "off_grid": off_grid}
-    result = growth(model, recipe, [int(number) for number in numbers], **options)
-    if as_json:
-        return print(json.dumps(result, indent=1))
-    print(
-        f"{model}, {recipe}, batch 1, {threads} threads, {result['cpu']}; in this run "
-        f"{statistics.median(result['read_bandwidth_gb_s']):.1f} GB/s read, "
-        f"{statistics.median(result['attention_gflop_s']):.0f} GFLOP/s of attention; "
-        "model: time at the shortest context + pages / GB/s + FLOPs / rate"
-    )
-    milliseconds = "{:.3f}".format
-    _print_table(
-        result["rows"],
-        {
-            "context": ("context", str),
-            "ms": ("ms a token", milliseconds),
-            "model_ms": ("model ms", milliseconds),
-            "kv_mb": ("pages MB", "{:.1f}".format),
-            "attention_mflop": ("MFLOP", "{:.0f}".format),
-            "bytes_ms": ("by pages", milliseconds),
-            "flops_ms": ("by FLOPs", milliseconds),
-            "share": ("of the growth explained", lambda v: f"{100 * v:.0f} %"),
-        },
-    )
+app.command("eval")(evaluate)
+app.command()(bench)
 
 
 @app.command()
@@ -397,44 +220,9 @@ def doctor(as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps(rows, indent=1))
     else:
-        _print_table(rows, {"what": ("what", str), "found": ("found", str), "state": ("", str)})
+        print_table(rows, {"what": ("what", str), "found": ("found", str), "state": ("", str)})
     if any(row["state"] == "wrong" for row in rows):
         raise typer.Exit(1)
-
-
-def _print_table(rows: list[dict[str, Any]], columns: dict[str, tuple[str, Any]]) -> None:
-    """Rows of dicts as a table: key -> (heading, format); columns that no row has are left out."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    kept = {key: spec for key, spec in columns.items() if any(key in row for row in rows)}
-    for key, (heading, _) in kept.items():
-        number = all(isinstance(row.get(key, 0), int | float) for row in rows)
-        table.add_column(heading, justify="right" if number else "left")
-    for row in rows:
-        table.add_row(
-            *(form(row[key]) if row.get(key) is not None else "-" for key, (_, form) in kept.items())
-        )
-    wide = None if sys.stdout.isatty() else 160
-    Console(width=wide, highlight=False).print(table)
-
-
-def _recipes(text: str, *others: str) -> list[str]:
-    """The names of a list separated by commas: `others`, or recipes, which are checked before hours pass."""
-    from hfaccel.recipe import PatchConfig
-
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in others:
-            PatchConfig.from_recipe(name)
-    return names
-
-
-def _say(message: str) -> None:
-    """Progress on a terminal, nothing in a pipe."""
-    if sys.stderr.isatty():
-        print(message, file=sys.stderr)
 
 
 def main() -> None:

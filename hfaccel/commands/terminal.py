@@ -1,0 +1,51 @@
+"""What the commands share: their arguments, tables, and messages."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+MODEL_HELP = "A folder, a hub id, a .gguf file, or 'demo' (SmolLM2-135M-Instruct)."
+Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
+Recipe = Annotated[
+    str, typer.Option(help="What to do, e.g. int4, int8+kv8; `hfaccel recipes` lists the steps.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")]
+OffGrid = Annotated[bool, typer.Option(help="With 'demo': its twin whose weights lie on no rounding grid.")]
+
+
+def print_table(rows: list[dict[str, Any]], columns: dict[str, tuple[str, Any]]) -> None:
+    """Rows of dicts as a table: key -> (heading, format); columns that no row has are left out."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    kept = {key: spec for key, spec in columns.items() if any(key in row for row in rows)}
+    for key, (heading, _) in kept.items():
+        number = all(isinstance(row.get(key, 0), int | float) for row in rows)
+        table.add_column(heading, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(
+            *(form(row[key]) if row.get(key) is not None else "-" for key, (_, form) in kept.items())
+        )
+    wide = None if sys.stdout.isatty() else 160
+    Console(width=wide, highlight=False).print(table)
+
+
+def recipe_names(text: str, *others: str) -> list[str]:
+    """The names of a list separated by commas: `others`, or recipes, which are checked before hours pass."""
+    from hfaccel.recipe import PatchConfig
+
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in others:
+            PatchConfig.from_recipe(name)
+    return names
+
+
+def say(message: str) -> None:
+    """Progress on a terminal, nothing in a pipe."""
+    if sys.stderr.isatty():
+        print(message, file=sys.stderr)
