@@ -6,8 +6,9 @@
 Limits and accumulation. On a CPU x becomes 8- or 16-bit integers per token and chunk
 (`layouts.quantize_activations`), dots of a chunk are exact int32 and are added in fp32 in chunk order; y is
 rounded once to the dtype of x. On CUDA the weight alone is quantized. `plain_linear` multiplies and adds in
-fp32. Gradients flow to x (through the dequantized weight, the rounding of x taken as the identity), to bias
-and, in `plain_linear`, to the weight; codes and scales have none.
+fp32. Gradients of `qlinear` flow to x (through the dequantized weight, the rounding of x taken as the
+identity) and to bias; codes and scales have none. `plain_linear` is no torch operator: where gradients or a
+trace are wanted its reference, plain PyTorch, serves.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ _library.define(
     "qlinear(Tensor x, Tensor weight, Tensor scale, Tensor? zero, Tensor? bias, int bits, int group,"
     " int act_bits, int n, int k) -> Tensor"
 )
-_library.define("plain_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 
 
 def qlinear(
@@ -48,7 +48,7 @@ def qlinear(
         weight, scale, zero: `layout.shapes(n, k)`.
         bias: [N] of any float dtype, or None.
     Returns: [..., N] in the dtype of x.
-    Raises: ValueError if shapes or dtypes are not those of the layout.
+    Raises: ValueError if shapes or dtypes are not those of the layout, or devices differ.
     """
     if _unwatched(x, bias):
         return _qlinear_run(x, weight, scale, zero, bias, layout, n, k)
@@ -65,11 +65,23 @@ def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
         weight: [N, K] fp32, bf16 or fp16, unit stride along K.
         bias: [N] of any float dtype, or None.
     Returns: [..., N] in the dtype of x.
-    Raises: ValueError if shapes do not fit or the weight has another dtype.
+    Raises: ValueError if shapes do not fit, the weight has another dtype, or devices differ.
     """
-    if _unwatched(x, bias) and not (torch.is_grad_enabled() and weight.requires_grad):
-        return _plain_linear_run(x, weight, bias)
-    return torch.ops.hfaccel.plain_linear(x, weight, bias)
+    if weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"plain_linear: x {tuple(x.shape)} times weight {tuple(weight.shape)}")
+    if weight.dtype not in native.PLAIN:
+        raise ValueError(
+            f"plain_linear: weight is {weight.dtype}, known are {', '.join(map(str, native.PLAIN))}"
+        )
+    if bias is not None and bias.shape != (weight.shape[0],):
+        raise ValueError(f"plain_linear: bias is {tuple(bias.shape)}, wanted ({weight.shape[0]},)")
+    _one_device("plain_linear", x, weight, bias)
+    if not _unwatched(x, bias) or (torch.is_grad_enabled() and weight.requires_grad):
+        return plain_linear_reference(x, weight, bias)
+    backend = dispatch.choose("plain_linear", x.device.type, x.dtype)
+    if weight.stride(1) != 1 and weight.shape[1] > 1:
+        weight = weight.contiguous()
+    return backend.function(x, weight, _usable_bias(bias))
 
 
 def _unwatched(x: Tensor, bias: Tensor | None) -> bool:
@@ -80,6 +92,7 @@ def _unwatched(x: Tensor, bias: Tensor | None) -> bool:
         and type(x) is Tensor
         and not (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)))
         and not torch._C._len_torch_dispatch_stack()
+        and not torch.jit.is_tracing()
         and not x.is_meta
     )
 
@@ -228,10 +241,16 @@ def _check(x: Tensor, weight: Tensor, scale: Tensor, zero, bias, layout: Layout,
                 f"qlinear: {tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}, "
                 f"{layout} of [{n}, {k}] wants contiguous {dtype} {tuple(shape)}"
             )
-        if tensor.device != x.device:
-            raise ValueError(f"qlinear: x is on {x.device}, the weight on {tensor.device}")
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"qlinear: bias is {tuple(bias.shape)}, wanted ({n},)")
+    _one_device("qlinear", x, weight, scale, zero, bias)
+
+
+def _one_device(op: str, x: Tensor, *others: Tensor | None) -> None:
+    """C++ reads addresses: those of another device would be a crash, or garbage."""
+    for tensor in others:
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{op}: x is on {x.device}, a weight, scale or bias on {tensor.device}")
 
 
 def _usable_bias(bias: Tensor | None) -> Tensor | None:
@@ -254,35 +273,14 @@ def _qlinear_op(x, weight, scale, zero, bias, bits, group, act_bits, n, k):
     return _qlinear_run(x, weight, scale, zero, bias, _layout(bits, group, act_bits, scale, zero), n, k)
 
 
-def _plain_linear_run(x, weight, bias=None):
-    if weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"plain_linear: x {tuple(x.shape)} times weight {tuple(weight.shape)}")
-    if weight.dtype not in native.PLAIN:
-        raise ValueError(
-            f"plain_linear: weight is {weight.dtype}, known are {', '.join(map(str, native.PLAIN))}"
-        )
-    if bias is not None and bias.shape != (weight.shape[0],):
-        raise ValueError(f"plain_linear: bias is {tuple(bias.shape)}, wanted ({weight.shape[0]},)")
-    backend = dispatch.choose("plain_linear", x.device.type, x.dtype)
-    if weight.stride(1) != 1 and weight.shape[1] > 1:
-        weight = weight.contiguous()
-    return backend.function(x, weight, _usable_bias(bias))
-
-
 _library.impl("qlinear", _qlinear_op, "CPU")
 _library.impl("qlinear", _qlinear_op, "CUDA")
-_library.impl("plain_linear", _plain_linear_run, "CPU")
-_library.impl("plain_linear", _plain_linear_run, "CUDA")
 
 
 @torch.library.register_fake("hfaccel::qlinear", lib=_library)
 def _(x, weight, scale, zero, bias, bits, group, act_bits, n, k):
+    _one_device("qlinear", x, weight, scale, zero, bias)
     return x.new_empty(*x.shape[:-1], n)
-
-
-@torch.library.register_fake("hfaccel::plain_linear", lib=_library)
-def _(x, weight, bias=None):
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 def _qlinear_save(ctx, inputs, output):
@@ -304,28 +302,6 @@ def _qlinear_backward(ctx, grad):
     return to_x, None, None, None, to_bias, None, None, None, None, None
 
 
-def _plain_save(ctx, inputs, output):
-    x, weight, bias = inputs
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.save_for_backward(x, weight)
-
-
-def _plain_backward(ctx, grad):
-    x, weight = ctx.saved_tensors
-    n, k = weight.shape
-    to_x = to_weight = to_bias = None
-    if ctx.needs_input_grad[0]:
-        to_x = (grad.float() @ weight.float()).to(x.dtype)
-    if ctx.needs_input_grad[1]:
-        to_weight = (grad.reshape(-1, n).float().t() @ x.reshape(-1, k).float()).to(weight.dtype)
-    if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-        to_bias = grad.reshape(-1, n).sum(0).to(ctx.bias_dtype)
-    return to_x, to_weight, to_bias
-
-
 torch.library.register_autograd(
     "hfaccel::qlinear", _qlinear_backward, setup_context=_qlinear_save, lib=_library
-)
-torch.library.register_autograd(
-    "hfaccel::plain_linear", _plain_backward, setup_context=_plain_save, lib=_library
 )

@@ -1,5 +1,6 @@
 import os
 import threading
+import warnings
 
 import pytest
 import torch
@@ -119,8 +120,6 @@ def test_the_operators_are_well_formed():
     torch.library.opcheck(
         torch.ops.hfaccel.qlinear.default, (x, weight, scale, zero, bias, 4, 64, 8, n, k), test_utils=tests
     )
-    w = torch.randn(n, k, requires_grad=True)
-    torch.library.opcheck(torch.ops.hfaccel.plain_linear.default, (x, w, bias), test_utils=tests)
 
 
 def test_compiles_without_a_graph_break():
@@ -147,6 +146,41 @@ def test_meta_tensors_give_shapes():
     packed = [None if t is None else t.to("meta") for t in random_packed(INT4, n, k)]
     y = qlinear(torch.empty(2, k, device="meta", dtype=torch.bfloat16), *packed, None, INT4, n, k)
     assert y.is_meta and y.shape == (2, n) and y.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("place", ["weight", "scale", "zero", "bias"])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_operands_of_another_device_are_refused(backend, place, gradient):
+    """Even those that never reach a kernel: with gradients the dispatcher would ask the fake of the operator."""
+    n, k = 37, 70
+    weight, scale, zero = random_packed(INT4, n, k)
+    given = {"weight": weight, "scale": scale, "zero": zero, "bias": torch.randn(n)}
+    given[place] = given[place].to("meta")
+    with pytest.raises(ValueError, match="x is on cpu, a weight, scale or bias on meta"):
+        qlinear(torch.randn(2, k, requires_grad=gradient), **given, layout=INT4, n=n, k=k)
+    if place in ("weight", "bias"):
+        plain = {"weight": torch.randn(n, k), "bias": torch.randn(n)}
+        plain[place] = plain[place].to("meta")
+        with pytest.raises(ValueError, match="x is on cpu, a weight, scale or bias on meta"):
+            plain_linear(torch.randn(2, k, requires_grad=gradient), **plain)
+
+
+def test_a_trace_calls_the_operator(backend):
+    """And not memory that was there when it was made."""
+    n, k = 37, 70
+    packed, bias = random_packed(INT4, n, k), torch.randn(n)
+    weight = torch.randn(n, k)
+
+    def layers(x):
+        return qlinear(x, *packed, bias, INT4, n, k), plain_linear(x, weight, bias)
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)  # shapes are compared in Python
+        traced = torch.jit.trace(layers, (torch.randn(3, k),), check_trace=False)
+        x = torch.randn(3, k)
+        packed_result, plain_result = traced(x)
+        assert torch.equal(packed_result, qlinear(x, *packed, bias, INT4, n, k))
+    assert torch.allclose(plain_result, F.linear(x, weight, bias), atol=1e-5)
 
 
 def test_threads_do_not_share_scratch():
