@@ -119,10 +119,12 @@ class Native:
         """A step, or a run of greedy steps, and the best candidates in place of all logits.
 
         Args:
-            top: candidates of each asked row, best first; equal ones by id.
+            top: candidates of each asked row, best first; equal ones by id, NaN before all (as `argmax` and
+                `topk` have it).
             ahead: steps to run, each with the best candidate of the one before as every sequence's next token
                 (one token a sequence, rows 0 .. B - 1, top 1; the block tables reach to the last). It ends
-                early after a step in which a row's best is in `ends` [E] int64.
+                early after a step in which a row's best is in `ends` [E] int64, or is no token that the
+                embedding knows (a head may have more rows than it).
         Returns: values [steps run, R, top] fp32, their ids int64, and the last step's logits
             [R, vocab]. The tensors given are not changed.
         Raises: as `step`.
@@ -163,7 +165,8 @@ class Native:
                 keep.append(tensor)
             setattr(step, field, tensor.data_ptr())
         ids, positions, block_tables, q_starts, lengths, rows = inputs
-        if positions.shape[0] != ids.shape[0] or q_starts.shape[0] != lengths.shape[0] + 1:
+        one_each = positions.shape[0] == ids.shape[0] and block_tables.shape[0] == lengths.shape[0]
+        if not one_each or q_starts.shape[0] != lengths.shape[0] + 1:
             raise PatchError(_REFUSALS[2])
         step.tokens, step.asked, step.sequences = ids.shape[0], rows.shape[0], lengths.shape[0]
         step.table_stride = block_tables.shape[1]
@@ -176,7 +179,7 @@ class Native:
         code = self.library.hfa_plan_run(ctypes.byref(encoded.c), ctypes.byref(step))
         if code == _ARENA:
             bytes_ = self.library.hfa_plan_arena(ctypes.byref(encoded.c), ctypes.byref(step))
-            self._arena = None  # free before allocating the larger one
+            self._arena, step.arena, step.arena_bytes = None, None, 0  # free before allocating the larger one
             self._arena = torch.empty(bytes_ + bytes_ // 4, dtype=torch.uint8)
             step.arena, step.arena_bytes = self._arena.data_ptr(), self._arena.numel()
             code = self.library.hfa_plan_run(ctypes.byref(encoded.c), ctypes.byref(step))

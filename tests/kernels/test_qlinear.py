@@ -151,7 +151,7 @@ def test_meta_tensors_give_shapes():
 @pytest.mark.parametrize("place", ["weight", "scale", "zero", "bias"])
 @pytest.mark.parametrize("gradient", [False, True])
 def test_operands_of_another_device_are_refused(backend, place, gradient):
-    """Even those that never reach a kernel: with gradients the dispatcher would ask the fake of the operator."""
+    """With gradients too, where the dispatcher would ask the operator's fake."""
     n, k = 37, 70
     weight, scale, zero = random_packed(INT4, n, k)
     given = {"weight": weight, "scale": scale, "zero": zero, "bias": torch.randn(n)}

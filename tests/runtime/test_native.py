@@ -281,6 +281,13 @@ def bad_step(change):
         ({"q_starts": torch.tensor([1, 3], dtype=torch.int32)}, "contradict"),
         ({"rows": torch.tensor([3])}, "row outside"),
         ({"positions": torch.arange(2)}, "contradict"),
+        (  # a second sequence, and no row of pages for it
+            {
+                "q_starts": torch.tensor([0, 2, 3], dtype=torch.int32),
+                "lengths": torch.tensor([2, 1], dtype=torch.int32),
+            },
+            "contradict",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -382,6 +389,93 @@ def test_candidates_are_the_largest_logits(threads, dtype):
         order = want.float().sort(dim=-1, descending=True, stable=True)
         assert torch.equal(values[0], order.values[:, :top])
         assert torch.equal(found[0], order.indices[:, :top])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("case", ["-inf", "nan", "-nan", "nans", "all nan", "all -inf", "inf and nan"])
+def test_candidates_of_extreme_logits_are_those_of_torch(case, threads):
+    """-inf is a value like others, NaN comes before all: the arg-max, and torch's own stable sort."""
+    torch.set_num_threads(threads)
+    model = tiny.tiny("llama")
+    model.lm_head = nn.Linear(64, 256)
+    bias = model.lm_head.bias.data.zero_()
+    if case == "-inf":
+        bias[5:] = -float("inf")
+    elif case == "inf and nan":
+        bias[70], bias[71], bias[100] = float("inf"), -float("inf"), float("nan")
+    elif case.startswith("all"):
+        bias[:] = float(case[4:])
+    else:
+        bias[[200] if case != "nans" else [210, 130, 30]] = float("nan")
+        bias[180], bias[201] = 90.0, 80.0
+        if case == "-nan":
+            bias[200].view(torch.int32).bitwise_or_(-(2**31))
+    run, pool = executor(model), PagePool()
+    sequence = Sequence(pool)
+    sequence.extend(3)
+    tables = torch.from_numpy(sequence.table[None].copy())
+    starts, lengths = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+    for top in (1, 3, 12, 256):
+        inputs = (tiny.ids(1, 3)[0], torch.arange(3), tables, starts, lengths, torch.tensor([2]))
+        values, found, logits = run.best(pool, *inputs, top=top)
+        order = logits.sort(dim=-1, descending=True, stable=True)
+        assert torch.equal(found[0], order.indices[:, :top])
+        assert torch.equal(values[0].nan_to_num(1e30), order.values[:, :top].nan_to_num(1e30))
+        assert found[0, 0, 0] == logits.argmax()
+
+
+def test_a_run_goes_on_with_a_head_larger_than_the_embedding():
+    """And ends before a token that the embedding lacks, which is refused as in single steps."""
+    model = tiny.tiny("llama")
+    model.lm_head = nn.Linear(64, 300, bias=False)
+    with torch.no_grad():
+        model.lm_head.weight.normal_()
+        model.lm_head.weight[256:] = 0
+    runner, ids = Runner(model), tiny.ids(1, 6)[0]
+    assert runner.refresh().name == "native"
+
+    def start():
+        sequence = runner.sequence()
+        return sequence, runner.prefill([ids], [torch.arange(6)], [sequence]).argmax(-1)
+
+    sequence, first = start()
+    singles = [first]
+    for step in range(8):
+        at = torch.tensor([6 + step])
+        singles.append(runner.step(singles[-1], at, [sequence], [1], torch.tensor([0])).argmax(-1))
+    assert max(singles) < 256
+    sequence, first = start()
+    chosen = runner.greedy(first, torch.tensor([6]), [sequence], ahead=8)
+    assert torch.equal(chosen, torch.stack(singles[1:])) and sequence.length == 14
+
+    with torch.no_grad():
+        model.lm_head.weight[299] = 2 * model.lm_head.weight[singles[4]]  # where that logit leads, it wins
+    sequence, first = start()
+    chosen = runner.greedy(first, torch.tensor([6]), [sequence], ahead=8)
+    steps = len(chosen)
+    assert chosen[-1] == 299 and chosen[:-1].lt(256).all() and sequence.length == 6 + steps < 14
+    with pytest.raises(PatchError, match="token id outside the vocabulary of 256"):
+        runner.greedy(chosen[-1], torch.tensor([6 + steps]), [sequence], ahead=8)
+
+
+def test_a_failed_allocation_leaves_no_pointer_behind(monkeypatch):
+    model, ids = tiny.tiny("llama"), tiny.ids(1, 400)[0]
+    run = executor(model)
+    steps = Steps(model, run)
+    want = steps.run(ids[:4])[0]
+    empty = torch.empty
+
+    def refused(*args, **kwargs):
+        if kwargs.get("dtype") is torch.uint8:
+            raise RuntimeError("no memory")
+        return empty(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", refused)
+        with pytest.raises(RuntimeError, match="no memory"):
+            steps.run(ids)
+    assert (run._arena, run._step.arena, run._step.arena_bytes) == (None, None, 0)
+    assert torch.equal(steps.run(ids[:4])[0], want)
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_bits": 8}], ids=["fp32 pages", "int8 pages"])

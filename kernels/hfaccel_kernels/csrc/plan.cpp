@@ -378,14 +378,16 @@ void run(const Walk& w, const HfaOp& op, int tid, int nthreads) {
     }
 }
 
-// Writes a step's candidates and, where another step follows, what it begins with. Whether one of `ends` was chosen.
-bool next_tokens(HfaStep& step, int64_t round, const Best* lists, int parts) {
+// Writes a step's candidates and, where another step follows, what it begins with. Whether a run ends here: one of
+// `ends` was chosen, or what no embedding has (a head may have more rows).
+bool next_tokens(HfaStep& step, int64_t vocab, int64_t round, const Best* lists, int parts) {
     bool ended = false;
     for (int64_t row = 0; row < step.asked; ++row) {
         const int64_t at = (round * step.asked + row) * step.top;
         merge_best(lists + row * parts * step.top, parts, step.top, step.best + at, step.best_ids + at);
         if (step.ahead == 1) continue;
         for (int64_t e = 0; e < step.ends_count; ++e) ended |= step.best_ids[at] == step.ends[e];
+        ended |= step.best_ids[at] >= vocab;
         step.ids[row] = step.best_ids[at];
         ++step.positions[row];
         ++step.lengths[row];
@@ -450,7 +452,7 @@ HFA_EXPORT int hfa_plan_run(const HfaPlan* plan, HfaStep* step) {
                 best_of(step->logits, row * step->logits_ld, step->logits_dtype, columns.begin * 16, end, step->top,
                         &lists[(row * nthreads + tid) * step->top]);
             walk.barrier.wait(nthreads);
-            if (tid == 0) ended = next_tokens(*step, round, lists.data(), nthreads);
+            if (tid == 0) ended = next_tokens(*step, plan->vocab, round, lists.data(), nthreads);
             if (step->ahead > 1) walk.barrier.wait(nthreads);
         }
     });

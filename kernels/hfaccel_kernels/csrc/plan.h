@@ -111,7 +111,7 @@ struct HfaStep {
     int64_t* profile;             // [ops, 2] nanoseconds of thread 0 in the record and in the barrier before, or NULL
     // A run of `ahead` greedy steps in one call: every sequence has one token and its row is asked for, top is 1, the
     // block tables reach as far, and ids, positions and lengths are moved on in place. It ends early after a step in
-    // which a row's best is one of `ends`; `done` says how many steps were run.
+    // which a row's best is one of `ends` or outside the vocabulary; `done` says how many steps were run.
     int64_t ahead;
     const int64_t* ends;
     int64_t ends_count;

@@ -25,8 +25,7 @@ static inline int check(const HfaPlan& plan, const HfaStep& step) {
     if (step.tokens < 1 || step.sequences < 1 || step.asked < 0 || step.threads < 1 || step.page_tokens < 1)
         return kStep;
     if (step.ahead < 1 || step.top < 0 || step.top > step.logits_ld) return kStep;
-    if (step.ahead > 1 && (step.tokens != step.sequences || step.asked != step.tokens || step.top != 1 ||
-                           step.logits_ld > plan.vocab))
+    if (step.ahead > 1 && (step.tokens != step.sequences || step.asked != step.tokens || step.top != 1))
         return kStep;
     const int64_t more = step.ahead - 1;
     if (step.q_starts[0] != 0 || step.q_starts[step.sequences] != step.tokens) return kStep;
