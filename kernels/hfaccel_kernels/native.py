@@ -37,7 +37,7 @@ import torch
 log = logging.getLogger("hfaccel")
 
 CSRC = Path(__file__).with_name("csrc")
-ABI = 1  # HFA_ABI of csrc/hfa.h
+ABI = 2  # HFA_ABI of csrc/hfa.h
 
 
 class Isa(NamedTuple):

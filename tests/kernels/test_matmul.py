@@ -239,7 +239,7 @@ def test_a_poisoned_token_poisons_itself_and_nothing_else(isa, poison):
     assert torch.equal(y[keep], clean[keep])
 
 
-def test_add_adds_to_what_is_there():
+def test_columns_behind_the_weights_rows_are_left_alone():
     layout, n, k, m = Layout(4, 64, False), 37, 96, 3
     packed, x, bias = random_packed(layout, n, k), torch.randn(m, k), torch.randn(n)
     w = describe(layout, n, k, *packed, bias)
@@ -248,9 +248,9 @@ def test_add_adds_to_what_is_there():
     acts, _kept = quantized(w, x)
     native.library().hfa_matmul(
         ctypes.byref(w), ctypes.byref(acts), None, ctypes.c_int64(0), ctypes.c_int64(m),
-        ctypes.c_void_p(y.data_ptr()), 0, ctypes.c_int64(50), 1, 0, 1,
+        ctypes.c_void_p(y.data_ptr()), 0, ctypes.c_int64(50), 0, 1,
     )  # fmt: skip
-    assert torch.equal(y[:, :n], before[:, :n] + linear(w, x))
+    assert torch.equal(y[:, :n], linear(w, x))
     assert torch.equal(y[:, n:], before[:, n:])
 
 
@@ -282,6 +282,6 @@ def test_shares_of_any_number_of_threads_make_the_whole(isa, threads):
         for tid in range(threads):
             native.library(isa).hfa_matmul(
                 ctypes.byref(w), ctypes.byref(acts), ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(k),
-                ctypes.c_int64(m), ctypes.c_void_p(y.data_ptr()), 0, ctypes.c_int64(n), 0, tid, threads,
+                ctypes.c_int64(m), ctypes.c_void_p(y.data_ptr()), 0, ctypes.c_int64(n), tid, threads,
             )  # fmt: skip
         assert torch.equal(y, linear(w, x, isa=isa))

@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 #define HFA_EXPORT extern "C" __attribute__((visibility("default")))
-#define HFA_ABI 1  // native.py refuses a library that says another number
+#define HFA_ABI 2  // native.py refuses a library that says another number
 
 enum HfaDtype { HFA_F32 = 0, HFA_BF16 = 1, HFA_F16 = 2 };
 
@@ -59,10 +59,10 @@ HFA_EXPORT void hfa_acts_view(const HfaWeight* w, void* buffer, int64_t m, HfaAc
 // x [m, ldx] of x_dtype -> acts; shares are (token, piece of a row).
 HFA_EXPORT void hfa_quantize_rows(const HfaWeight* w, const void* x, int32_t x_dtype, int64_t ldx, int64_t m,
                                   const HfaActs* acts, int tid, int nthreads);
-// y [m, ldy] of y_dtype = x W^T + bias, or with `add` y = y + (x W^T + bias).
+// y [m, ldy] of y_dtype = x W^T + bias.
 // acts for a packed weight; x fp32 [m, ldx] for a plain one. Shares are blocks of 16 output rows (times tiles of m).
 HFA_EXPORT void hfa_matmul(const HfaWeight* w, const HfaActs* acts, const float* x, int64_t ldx, int64_t m, void* y,
-                           int32_t y_dtype, int64_t ldy, int add, int tid, int nthreads);
+                           int32_t y_dtype, int64_t ldy, int tid, int nthreads);
 
 // The two above with a parallel region of their own: the torch op. Returns 0, or -1 when scratch memory is short.
 HFA_EXPORT int hfa_linear(const HfaWeight* w, const void* x, int32_t x_dtype, int64_t ldx, int64_t m, void* y,

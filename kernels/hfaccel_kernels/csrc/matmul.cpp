@@ -5,6 +5,7 @@
 #include "hfa.h"
 #include "matmul_packed.h"
 #include "matmul_plain.h"
+#include "packed_shape.h"
 #include "parallel.h"
 #include "simd.h"
 
@@ -15,14 +16,12 @@ struct Out {
     void* y;
     int64_t ld;
     int32_t dtype;
-    int add;
 };
 
 // 16 rows of one token, `rows` of them real.
 inline void finish(const HfaWeight* w, const Out& out, int64_t token, int64_t row, int rows, Vf v) {
     if (w->bias) v = v + load_as(w->bias, row, w->bias_dtype, rows);
     const int64_t at = token * out.ld + row;
-    if (out.add) v = load_as(out.y, at, out.dtype, rows) + v;
     store_as(out.y, at, out.dtype, v, rows);
 }
 
@@ -56,24 +55,13 @@ template <int BITS, bool ASYM, bool WIDE> int tile(int64_t left, BlockFn* fn) {
     return tile_if<BITS, ASYM, WIDE, 1>(left, fn);
 }
 
-template <int BITS> struct Bytes {
-    static int64_t of_block(const HfaWeight* w) {
-        using S = Step<BITS>;
-        const int64_t group = w->group < 0 || w->group > w->k ? w->k : w->group;
-        if (group == 0) return 0;
-        const int64_t whole = w->k / group, rest = w->k - whole * group;
-        return (whole * ((group + S::k - 1) / S::k) + (rest + S::k - 1) / S::k) * S::bytes;
-    }
-};
-
 // Tokens whose codes stay in the second-level cache while all weights pass by.
 constexpr int64_t kActBytes = 384 << 10;
 
 template <int BITS, bool ASYM, bool WIDE>
 void packed(const HfaWeight* w, const HfaActs* acts, int64_t m, const Out& out, int tid, int nthreads) {
-    const int64_t blocks = (w->n + 15) / 16, bytes = Bytes<BITS>::of_block(w);
-    const int64_t group = w->group < 0 || w->group > w->k ? w->k : w->group;
-    const int64_t groups = group ? (w->k + group - 1) / group : 0, size = w->scale_dtype == HFA_F32 ? 4 : 2;
+    const int64_t blocks = (w->n + 15) / 16;
+    const PackedShape shape(*w);
     int64_t span = acts->ldq ? kActBytes / acts->ldq / 12 * 12 : m;
     if (span < 12) span = 12;
     const int64_t spans = (m + span - 1) / span;
@@ -81,9 +69,9 @@ void packed(const HfaWeight* w, const HfaActs* acts, int64_t m, const Out& out, 
     for (int64_t item = mine.begin; item < mine.end; ++item) {
         const int64_t b = item % blocks, first = item / blocks * span;
         const int64_t last = first + span < m ? first + span : m;
-        const uint8_t* data = static_cast<const uint8_t*>(w->data) + b * bytes;
-        const void* scale = static_cast<const uint8_t*>(w->scale) + b * groups * 16 * size;
-        const uint8_t* zero = ASYM ? w->zero + b * groups * 16 : nullptr;
+        const uint8_t* data = static_cast<const uint8_t*>(w->data) + b * shape.block_bytes;
+        const void* scale = static_cast<const uint8_t*>(w->scale) + shape.scales_at(*w, b);
+        const uint8_t* zero = ASYM ? w->zero + shape.zeros_at(b) : nullptr;
         const int rows = w->n - b * 16 < 16 ? (int)(w->n - b * 16) : 16;
         for (int64_t t = first; t < last;) {
             BlockFn fn;
@@ -109,10 +97,10 @@ void packed_bits(const HfaWeight* w, const HfaActs* acts, int64_t m, const Out& 
 }  // namespace hfa
 
 HFA_EXPORT void hfa_matmul(const HfaWeight* w, const HfaActs* acts, const float* x, int64_t ldx, int64_t m, void* y,
-                           int32_t y_dtype, int64_t ldy, int add, int tid, int nthreads) {
+                           int32_t y_dtype, int64_t ldy, int tid, int nthreads) {
     using namespace hfa;
-    const Out out{y, ldy, y_dtype, add};
-    if (w->kind != HFA_PACKED) return plain(w, x, ldx, m, y, y_dtype, ldy, add, tid, nthreads);
+    const Out out{y, ldy, y_dtype};
+    if (w->kind != HFA_PACKED) return plain(w, x, ldx, m, y, y_dtype, ldy, tid, nthreads);
     switch (w->bits) {
         case 8: return packed_bits<8>(w, acts, m, out, tid, nthreads);
         case 4: return packed_bits<4>(w, acts, m, out, tid, nthreads);
@@ -156,7 +144,7 @@ HFA_EXPORT int hfa_linear(const HfaWeight* w, const void* x, int32_t x_dtype, in
             xf = to;
             ld = w->k;
         }
-        hfa_matmul(w, &acts, xf, ld, m, y, y_dtype, ldy, 0, tid, n);
+        hfa_matmul(w, &acts, xf, ld, m, y, y_dtype, ldy, tid, n);
     });
     free(scratch);
     return 0;

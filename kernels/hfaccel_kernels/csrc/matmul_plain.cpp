@@ -31,7 +31,7 @@ int tile(int64_t left, const void* rows, int64_t ld, int64_t k, const float* x, 
 
 template <int DTYPE>
 void plain_dtype(const HfaWeight* w, const float* x, int64_t ldx, int64_t m, void* y, int32_t y_dtype, int64_t ldy,
-                 int add, int tid, int nthreads) {
+                 int tid, int nthreads) {
     constexpr int64_t size = DTYPE == HFA_F32 ? 4 : 2;
     const bool convert = DTYPE != HFA_F32 && m >= kConvertTokens && w->k <= kConvertK;
     float converted[DTYPE == HFA_F32 ? 1 : 4 * kConvertK];
@@ -61,7 +61,6 @@ void plain_dtype(const HfaWeight* w, const float* x, int64_t ldx, int64_t m, voi
                     memcpy(four, out + i * 4 + skip, real * sizeof(float));
                     Vf v = load(four);
                     if (w->bias) v = v + load_as(w->bias, first, w->bias_dtype, real);
-                    if (add) v = load_as(y, t * ldy + first, y_dtype, real) + v;
                     store_as(y, t * ldy + first, y_dtype, v, real);
                 }
             }
@@ -71,12 +70,12 @@ void plain_dtype(const HfaWeight* w, const float* x, int64_t ldx, int64_t m, voi
 
 }  // namespace
 
-void plain(const HfaWeight* w, const float* x, int64_t ldx, int64_t m, void* y, int32_t y_dtype, int64_t ldy, int add,
+void plain(const HfaWeight* w, const float* x, int64_t ldx, int64_t m, void* y, int32_t y_dtype, int64_t ldy,
            int tid, int nthreads) {
     switch (w->kind) {
-        case HFA_PLAIN_F32: return plain_dtype<HFA_F32>(w, x, ldx, m, y, y_dtype, ldy, add, tid, nthreads);
-        case HFA_PLAIN_BF16: return plain_dtype<HFA_BF16>(w, x, ldx, m, y, y_dtype, ldy, add, tid, nthreads);
-        case HFA_PLAIN_F16: return plain_dtype<HFA_F16>(w, x, ldx, m, y, y_dtype, ldy, add, tid, nthreads);
+        case HFA_PLAIN_F32: return plain_dtype<HFA_F32>(w, x, ldx, m, y, y_dtype, ldy, tid, nthreads);
+        case HFA_PLAIN_BF16: return plain_dtype<HFA_BF16>(w, x, ldx, m, y, y_dtype, ldy, tid, nthreads);
+        case HFA_PLAIN_F16: return plain_dtype<HFA_F16>(w, x, ldx, m, y, y_dtype, ldy, tid, nthreads);
     }
 }
 

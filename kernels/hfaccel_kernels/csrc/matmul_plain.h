@@ -38,7 +38,7 @@ static inline void plain_tile(const void* rows, int64_t ld, int64_t k, const flo
     for (int t = 0; t < T; ++t) reduce_add4(acc[t], out + t * 4);
 }
 
-void plain(const HfaWeight* w, const float* x, int64_t ldx, int64_t m, void* y, int32_t y_dtype, int64_t ldy, int add,
+void plain(const HfaWeight* w, const float* x, int64_t ldx, int64_t m, void* y, int32_t y_dtype, int64_t ldy,
            int tid, int nthreads);
 
 }  // namespace hfa

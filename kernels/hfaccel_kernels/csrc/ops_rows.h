@@ -6,6 +6,7 @@
 #pragma once
 
 #include "ops_math.h"
+#include "packed_shape.h"
 #include "plan.h"
 
 namespace hfa {
@@ -36,22 +37,18 @@ static inline void embed_row(const HfaWeight& w, int64_t id, float multiplier, f
         }
         return;
     }
-    const int64_t group = w.group < 0 || w.group > w.k ? w.k : w.group, groups = (w.k + group - 1) / group;
-    const int step = w.bits == 8 ? 4 : w.bits == 4 ? 8 : w.bits == 2 ? 16 : 32, bytes = w.bits == 3 ? 192 : 64;
-    int64_t steps = 0;
-    for (int64_t start = 0; start < w.k; start += group)
-        steps += ((w.k - start < group ? w.k - start : group) + step - 1) / step;
+    const PackedShape shape(w);
     const int64_t block = id / 16;
     const int row = (int)(id % 16);
-    const uint8_t* data = static_cast<const uint8_t*>(w.data) + block * steps * bytes;
-    for (int64_t g = 0; g < groups; ++g) {
-        const int64_t start = g * group, stop = start + group < w.k ? start + group : w.k;
+    const uint8_t* data = static_cast<const uint8_t*>(w.data) + block * shape.block_bytes;
+    for (int64_t g = 0; g < shape.groups; ++g) {
+        const int64_t start = g * shape.group, stop = start + shape.group < w.k ? start + shape.group : w.k;
         float lanes[16];
-        store(lanes, load_as(w.scale, (block * groups + g) * 16, w.scale_dtype));
+        store(lanes, load_as(w.scale, (block * shape.groups + g) * 16, w.scale_dtype));
         const float scale = lanes[row];
-        const int zero = w.zero ? w.zero[(block * groups + g) * 16 + row] : 1 << (w.bits - 1);
-        for (int64_t k = start; k < stop; k += step, data += bytes)
-            for (int i = 0; i < step && k + i < stop; ++i)
+        const int zero = w.zero ? w.zero[shape.zeros_at(block) + g * 16 + row] : 1 << (w.bits - 1);
+        for (int64_t k = start; k < stop; k += shape.step, data += shape.step_bytes)
+            for (int i = 0; i < shape.step && k + i < stop; ++i)
                 out[k + i] = (float)(packed_code(data, w.bits, row, i) - zero) * scale * multiplier;
     }
 }

@@ -117,13 +117,10 @@ HfaWeight part_of(const HfaWeight& w, int64_t begin, int64_t end) {
         part.data = static_cast<const char*>(w.data) + row * w.ld * (w.kind == HFA_PLAIN_F32 ? 4 : 2);
         return part;
     }
-    const int64_t group = w.group < 0 || w.group > w.k ? w.k : w.group, groups = (w.k + group - 1) / group;
-    const int64_t step = w.bits == 8 ? 4 : w.bits == 4 ? 8 : w.bits == 2 ? 16 : 32, size = w.bits == 3 ? 192 : 64;
-    const int64_t whole = w.k / group, rest = w.k - whole * group;
-    const int64_t bytes = (whole * ((group + step - 1) / step) + (rest + step - 1) / step) * size;
-    part.data = static_cast<const char*>(w.data) + begin * bytes;
-    part.scale = static_cast<const char*>(w.scale) + begin * groups * 16 * (w.scale_dtype == HFA_F32 ? 4 : 2);
-    if (w.zero) part.zero = w.zero + begin * groups * 16;
+    const PackedShape shape(w);
+    part.data = static_cast<const char*>(w.data) + begin * shape.block_bytes;
+    part.scale = static_cast<const char*>(w.scale) + shape.scales_at(w, begin);
+    if (w.zero) part.zero = w.zero + shape.zeros_at(begin);
     return part;
 }
 
@@ -240,7 +237,7 @@ void run(const Walk& w, const HfaOp& op, int tid, int nthreads) {
                 } else {
                     const HfaWeight part = part_of(weight, c.begin / 16, (c.end + 15) / 16);
                     hfa_matmul(&part, &acts, w.f32(in, tid), w.width(in), m, y + c.begin * (dtype == HFA_F32 ? 4 : 2),
-                               dtype, ldy, 0, 0, 1);
+                               dtype, ldy, 0, 1);
                 }
             }
             return;
@@ -350,7 +347,7 @@ void run(const Walk& w, const HfaOp& op, int tid, int nthreads) {
                     HfaWeight part = part_of(op.weight[e], (at + c.begin) / 16, (at + c.end + 15) / 16);
                     const HfaActs here = acts.codes ? hfa_acts_from(acts, first) : acts;
                     hfa_matmul(&part, &here, w.f32(in, tid) + first * ldx, ldx, m,
-                               w.f32(op.out[0], tid) + first * ldy + at + c.begin, HFA_F32, ldy, 0, 0, 1);
+                               w.f32(op.out[0], tid) + first * ldy + at + c.begin, HFA_F32, ldy, 0, 1);
                 }
             }
             return;

@@ -97,7 +97,6 @@ static inline Vb select(Vb m, Vb x, Vb y) {  // bits: m ? x : y
     return {_mm256_or_si256(_mm256_and_si256(m.a, x.a), _mm256_andnot_si256(m.a, y.a)),
             _mm256_or_si256(_mm256_and_si256(m.b, x.b), _mm256_andnot_si256(m.b, y.b))};
 }
-static inline Vb operator|(Vb x, Vb y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
 template <int S> static inline Vb shr(Vb x) { return {_mm256_srli_epi16(x.a, S), _mm256_srli_epi16(x.b, S)}; }
 template <int S> static inline Vb shl(Vb x) { return {_mm256_slli_epi16(x.a, S), _mm256_slli_epi16(x.b, S)}; }
 static inline Vb codes8(Vb x) { return x; }

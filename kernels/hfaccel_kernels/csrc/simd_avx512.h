@@ -89,7 +89,6 @@ static inline Vb load_line(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 static inline Vb splat_b(uint8_t x) { return {_mm512_set1_epi8((char)x)}; }
 static inline Vb operator&(Vb a, Vb b) { return {_mm512_and_si512(a.v, b.v)}; }
 static inline Vb select(Vb m, Vb a, Vb b) { return {_mm512_ternarylogic_epi32(m.v, a.v, b.v, 0xca)}; }  // m ? a : b
-static inline Vb operator|(Vb a, Vb b) { return {_mm512_or_si512(a.v, b.v)}; }
 template <int S> static inline Vb shr(Vb a) { return {_mm512_srli_epi16(a.v, S)}; }  // bits cross into the low byte
 template <int S> static inline Vb shl(Vb a) { return {_mm512_slli_epi16(a.v, S)}; }
 static inline Vb codes8(Vb a) { return {_mm512_xor_si512(a.v, _mm512_set1_epi8((char)0x80))}; }

@@ -92,7 +92,6 @@ static inline Vf from_bits(Vi a) { Vf r; HFA_EACH r.v[i] = vreinterpretq_f32_s32
 static inline Vb load_line(const uint8_t* p) { Vb r; HFA_EACH r.v[i] = vld1q_u8(p + 16 * i); return r; }
 static inline Vb splat_b(uint8_t x) { Vb r; HFA_EACH r.v[i] = vdupq_n_u8(x); return r; }
 static inline Vb operator&(Vb a, Vb b) { HFA_EACH a.v[i] = vandq_u8(a.v[i], b.v[i]); return a; }
-static inline Vb operator|(Vb a, Vb b) { HFA_EACH a.v[i] = vorrq_u8(a.v[i], b.v[i]); return a; }
 static inline Vb select(Vb m, Vb a, Vb b) {  // bits: m ? a : b
     HFA_EACH a.v[i] = vbslq_u8(m.v[i], a.v[i], b.v[i]);
     return a;

@@ -84,7 +84,6 @@ static inline Vb select(Vb m, Vb a, Vb b) {  // bits: m ? a : b
     for (int l = 0; l < 64; ++l) a.v[l] = (a.v[l] & m.v[l]) | (b.v[l] & ~m.v[l]);
     return a;
 }
-static inline Vb operator|(Vb a, Vb b) { for (int l = 0; l < 64; ++l) a.v[l] |= b.v[l]; return a; }
 template <int S> static inline Vb shr(Vb a) { for (int l = 0; l < 64; ++l) a.v[l] >>= S; return a; }
 template <int S> static inline Vb shl(Vb a) { for (int l = 0; l < 64; ++l) a.v[l] <<= S; return a; }
 static inline Vb codes8(Vb a) { return a; }
