@@ -24,8 +24,8 @@ settings.load_profile("hfaccel")
 TESTS = Path(__file__).parent
 OLDEST = """
     cache/test_paged generate/test_checks generate/test_ends generate/test_gate
-    generate/test_masks
-    generate/test_mixin runtime/test_native runtime/test_runner test_anatomy test_checkpoint
+    generate/test_loop generate/test_masks generate/test_mixin generate/test_sampling
+    runtime/test_choice runtime/test_native runtime/test_runner test_anatomy test_checkpoint
     test_classes test_compile test_encoders test_families test_loading test_patch test_peft test_registration
     test_saving test_trainer
 """.split()

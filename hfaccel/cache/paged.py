@@ -73,9 +73,8 @@ class PagedLayer(CacheLayerMixin):
     )
 
 
-def _free(sequences: list[Sequence]) -> None:
-    for sequence in sequences:
-        sequence.free()
+def _drop(pool: PagePool, sequences: list[Sequence]) -> None:
+    pool.drop(sequences)
     sequences.clear()
 
 
@@ -89,6 +88,8 @@ class PagedCache(Cache):
             token: those are counted in the length, hold nothing and read as zeros. Pads without sequences
             speak of the rows of the first forward, whose masks say no more than that (`pads_are_mask`):
             they are not computed with, and no mask is.
+        real: [B, n] bool, which of the first n slots of each row hold a token, where masked slots lie
+            elsewhere than in front; None where they do not.
     """
 
     def __init__(
@@ -99,11 +100,13 @@ class PagedCache(Cache):
         sequences: list[Sequence] | None = None,
         pads: list[int] | None = None,
         dtype: torch.dtype | None = None,
+        real: torch.Tensor | None = None,
     ):
         super().__init__(layers=[PagedLayer(self, i) for i in range(layers)])
         self.pool, self.dtype = pool, dtype
         self.sequences: list[Sequence] = sequences or []
         self.pads = pads or [0] * len(self.sequences)
+        self.real = real
         self.pads_are_mask = bool(pads) and not self.sequences
         self._step: tuple[int, int, Step] | None = None
         self._ours: set[int] = set()  # layers whose keys our attention function got, see `_without_kwargs`
@@ -113,7 +116,7 @@ class PagedCache(Cache):
             raise PatchError(f"the rows of a cache have one length, padding included, not {sorted(lengths)}")
         for layer in self.layers:
             layer.seen = max(lengths, default=0)
-        self._finalizer = weakref.finalize(self, _free, self.sequences)
+        self._finalizer = weakref.finalize(self, _drop, pool, self.sequences)
 
     # -- what transformers calls
 
@@ -135,7 +138,8 @@ class PagedCache(Cache):
             pages = self.pool.layer(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
             pages.write(*packed, step.slots)
         layer.seen += length
-        view = (step, pages, lambda dtype: self.dense(layer_idx, dtype))
+        cache = weakref.proxy(self)  # views outlive a forward whose attention does not take them
+        view = (step, pages, lambda dtype: cache.dense(layer_idx, dtype))
         if kwargs is not None:
             kwargs[KEY] = view
             return key_states, value_states
@@ -150,7 +154,8 @@ class PagedCache(Cache):
             backend.offer(key_states, view, lambda: None)
             return key_states, value_states
         dense = self.dense(layer, key_states.dtype)
-        backend.offer(dense[0], None, lambda: self._ours.add(layer))
+        ours = self._ours
+        backend.offer(dense[0], None, lambda: ours.add(layer))
         return dense
 
     def _next(self, seen: int, length: int, device: torch.device) -> Step:
@@ -194,13 +199,19 @@ class PagedCache(Cache):
         """A copy of a layer's K [B, G, S, D] and V [B, G, S, Dv]; zeros where a row is padded."""
         pages, length, size = self.pool.layers[layer], self.layers[layer].seen, self.pool.page_tokens
         table = self._table(pages.k.device)
-        pad = torch.tensor(self.pads, device=table.device)[:, None]
-        position = torch.arange(length, device=table.device) - pad
-        inside = (position >= 0)[:, None, :, None]
-        position = position.clamp_min(0)
+        real = self._real(length, table.device)
+        inside = real[:, None, :, None]
+        position = (real.cumsum(-1) - 1).clamp_min(0)
         slots = torch.take_along_dim(table, position // size, dim=1).long() * size + position % size
         k, v = pages.read(slots, dtype or self.dtype or pages.k.dtype)
         return k.transpose(1, 2) * inside, v.transpose(1, 2) * inside
+
+    def _real(self, length: int, device: torch.device) -> torch.Tensor:
+        """[B, length] bool, which slots hold a token."""
+        if self.real is not None:
+            after = self.real.new_ones(len(self.real), max(0, length - self.real.shape[1]))
+            return torch.cat([self.real[:, :length], after], dim=1).to(device)
+        return torch.arange(length, device=device) >= torch.tensor(self.pads, device=device)[:, None]
 
     def layer_length(self, layer: int) -> int:
         return self.layers[layer].seen
@@ -220,9 +231,10 @@ class PagedCache(Cache):
             length = self.get_seq_length() + tokens_to_remove
             if length < 0:
                 raise PatchError(f"cannot crop {-tokens_to_remove} of {self.get_seq_length()} tokens")
-            for pad, sequence in zip(self.pads, self.sequences, strict=True):
-                sequence.rollback(sequence.length - max(0, length - pad))
-            self.pads = [min(pad, length) for pad in self.pads]
+            kept = self._real(length, torch.device("cpu")).sum(-1).tolist()
+            for keep, sequence in zip(kept, self.sequences, strict=True):
+                sequence.rollback(sequence.length - keep)
+            self.pads = [length - keep for keep in kept]
             self._set(length)
 
     def _set(self, length: int) -> None:
@@ -233,6 +245,8 @@ class PagedCache(Cache):
     def rollback(self, rows: list[int], tokens: list[int]) -> None:
         """Forget the last `tokens[i]` tokens of row `rows[i]`: what is left moves to the end of the row, so
         that all rows keep one length; the freed slots in front count as padding."""
+        if self.real is not None:
+            raise PatchError("rows with masked slots between their tokens cannot be rolled back one by one")
         for row, count in zip(rows, tokens, strict=True):
             self.sequences[row].rollback(count)
             self.pads[row] += count
@@ -245,6 +259,7 @@ class PagedCache(Cache):
         new = [old[row].fork() for row in rows]
         self.sequences[:] = new  # in place: the finalizer watches this list
         self.pads = [pads[row] for row in rows]
+        self.real = None if self.real is None else self.real[rows]
         self._step = None
         for sequence in old:
             sequence.free()
@@ -263,8 +278,9 @@ class PagedCache(Cache):
         self._replace([row for row in range(len(self.sequences)) for _ in range(repeats)])
 
     def reset(self) -> None:
-        _free(self.sequences)
-        self.pads = []
+        while self.sequences:
+            self.sequences.pop().free()
+        self.pads, self.real = [], None
         self._set(0)
 
     def release(self) -> None:
@@ -279,6 +295,7 @@ class PagedCache(Cache):
             sequences=[s.fork() for s in self.sequences],
             pads=copy.copy(self.pads),
             dtype=self.dtype,
+            real=self.real,
         )
         memo[id(self)] = twin
         return twin

@@ -8,9 +8,12 @@ Capacity grows on demand by half, layer by layer, copying what is in use; `reser
 job. On CPU fresh pages come from calloc: the operating system backs them when they are first written, so
 capacity costs address space, not memory. When the last sequence is freed, all storage goes back.
 
-A sequence claims a stretch of pages it expects to need. A claim is a hint that keeps sequences from
-interleaving, so that a reader sees one view per sequence; a page under a claim is still free, and is taken
-by others when nothing else is left.
+A sequence claims a stretch of pages it expects to need: others take them only when nothing else is free, so
+that sequences do not interleave and a reader sees one view per sequence. A pool that grows on demand grows
+rather than touch another's claim; one with a budget gives claimed pages away before it refuses.
+
+A cache that nobody holds any more is freed by the garbage collector, which may run in the middle of anything
+here: it only puts the sequences down (`drop`), and the next call that starts takes them up.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,6 +90,7 @@ class PagePool:
         self.page_tokens, self.bits, self.budget_pages = page_tokens, bits, budget_pages
         self.layers: dict[int, LayerPages] = {}
         self.lock = threading.RLock()
+        self._dropped: deque[Sequence] = deque()
         _POOLS.add(self)
         self.version = 0  # bumped whenever a storage pointer changes: what a native plan compares
         self._clear()
@@ -139,6 +144,7 @@ class PagePool:
     def reserve(self, pages: int) -> None:
         """Make room for this many more pages now, in one growth."""
         with self.lock:
+            self._settle()
             free = self.capacity - sum(self._busy)
             if self.budget_pages is None and free < pages:
                 self._grow(self.capacity + pages - free)
@@ -148,6 +154,7 @@ class PagePool:
             raise PatchError(f"all {self.budget_pages} KV pages of {self.page_tokens} tokens are in use")
         extra = capacity - self.capacity
         kept = self._last_used() + 1
+        self.version += 1  # before the first layer moves: growth may end half-way, out of memory
         for pages in self.layers.values():  # one layer at a time: the peak is one layer's copy
             for name in ("k", "v", "k_scale", "v_scale"):
                 old = getattr(pages, name)
@@ -159,7 +166,6 @@ class PagePool:
         self.references += [0] * extra
         self._busy += bytes(extra)
         self._claimed += bytes(extra)
-        self.version += 1
 
     def _last_used(self) -> int:
         return max((p for p, count in enumerate(self.references) if count), default=-1)
@@ -173,6 +179,7 @@ class PagePool:
     def claim(self, pages: int) -> range:
         """A stretch of free pages kept for one sequence, as long as nobody else needs them; may be empty."""
         with self.lock:
+            self._settle()
             start = self._busy.find(bytes(pages)) if pages else -1
             if start < 0:
                 if self.budget_pages is not None or not pages:
@@ -196,6 +203,7 @@ class PagePool:
         """One free page with reference count 1: the one behind `after` or the first of the claim if it can
         be."""
         with self.lock:
+            self._settle()
             page = after + 1 if after is not None else -1
             fits = 0 <= page < self.capacity and not self.references[page]
             if not (fits and (page in claim or not self._claimed[page])):
@@ -236,8 +244,28 @@ class PagePool:
     def trim(self) -> None:
         """Give all storage back if no page is in use."""
         with self.lock:
+            self._settle()
             if not self.used_pages and not any(self._claimed):
                 self._clear()
+
+    def drop(self, sequences: list[Sequence]) -> None:
+        """Free sequences from a finalizer: at once, or when who is using the pool has come to an end."""
+        self._dropped.extend(sequences)
+        if not self.lock._is_owned() and self.lock.acquire(blocking=False):
+            try:
+                self._settle()
+            finally:
+                self.lock.release()
+
+    def _settle(self) -> None:
+        while self._dropped:
+            self._dropped.popleft().free()
+
+    def renewed(self) -> PagePool:
+        """An empty pool of the same settings under the same lock; sequences stay with the old one."""
+        twin = PagePool(page_tokens=self.page_tokens, bits=self.bits, budget_pages=self.budget_pages)
+        twin.lock = self.lock
+        return twin
 
     def bytes_per_token(self) -> int:
         """Bytes that one slot takes over all layers, from the tensors themselves."""
@@ -284,11 +312,16 @@ class Sequence:
             try:
                 if before % size and tokens:
                     last = before // size
-                    if pool.references[self.pages[last]] > 1:
+                    shared = self.pages[last]
+                    if pool.references[shared] > 1:
                         page = pool.take(None, self.claim)
-                        pool.copy(self.pages[last], page)
-                        pool.release(self.pages[last])
+                        try:
+                            pool.copy(shared, page)
+                        except BaseException:
+                            pool.release(page)
+                            raise
                         self._put(last, page)
+                        pool.release(shared)
                 while len(self.pages) * size < before + tokens:
                     after = self.pages[-1] if self.pages else None
                     self._put(len(self.pages), pool.take(after, self.claim))

@@ -295,3 +295,8 @@ def within_table(criteria, input_ids: torch.Tensor, model_kwargs: dict, limit: i
 def ends_by_length(criteria) -> bool:
     """Whether nothing but the length can end a call."""
     return all(type(one) is MaxLengthCriteria for one in criteria)
+
+
+def last_length(criteria, otherwise: int) -> int:
+    """The length at which criteria end a call for certain: the smallest that one of them names."""
+    return min((one.max_length for one in criteria if type(one) is MaxLengthCriteria), default=otherwise)

@@ -1,10 +1,11 @@
 """Greedy decoding and sampling over the runner: what transformers' `_sample` does, without padding.
 
 Each row is a sequence of its own real tokens: masked slots are never computed, so padding on either side
-cannot change a row. Processors, stopping criteria, streamers and the random generator see exactly what they
-see in transformers' loop: ids [B, length] with the padding, fp32 scores [B, vocab], one draw per step for
-all rows. Rows that have ended are not computed any more, unless their scores, logits or cache are to be
-returned.
+cannot change a row. Processors, stopping criteria, streamers and the random generator see what they see in
+transformers' loop: ids [B, length] with the padding, fp32 scores [B, vocab], one draw per step for all rows.
+One exception: where top-k stands before all that looks at more than one logit, processors see the
+candidates alone and the draw is over them (`sampling.py`). Rows that have ended are not computed any more,
+unless their scores, logits or cache are to be returned.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput,
 from hfaccel.cache.paged import PagedCache
 from hfaccel.cache.pool import Sequence
 from hfaccel.errors import PatchError
+from hfaccel.generate.checks import left_padding
 from hfaccel.generate.sampling import chooser
 from hfaccel.runtime.runner import Runner
 
@@ -129,12 +131,13 @@ class Rows:
                 "shorten the prompt or max_new_tokens"
             )
 
-    def cache(self, length: int, layers: int) -> PagedCache:
-        """The rows as a transformers cache of logical length `length`; they belong to it from now on."""
+    def cache(self, length: int, layers: int, mask: torch.Tensor | None) -> PagedCache:
+        """The rows as a transformers cache of logical length `length`, whose first slots the mask told apart;
+        they belong to it from now on."""
         rows, self.sequences = self.sequences, []
-        return PagedCache(
-            self.runner.pool, layers, sequences=rows, pads=[length - row.length for row in rows]
-        )
+        pads = [length - row.length for row in rows]
+        real = mask.bool() if mask is not None and left_padding(mask) is None else None
+        return PagedCache(self.runner.pool, layers, sequences=rows, pads=pads, real=real)
 
     def free(self) -> None:
         while self.sequences:
@@ -143,18 +146,18 @@ class Rows:
 
 def plain_limits(stopping_criteria, input_ids: torch.Tensor) -> tuple[int, frozenset[int]] | None:
     """(maximum length, end tokens) if the criteria are no more than that, else None."""
-    length, ends = 0, frozenset()
+    length, ends = None, frozenset()
     for criteria in stopping_criteria:
         if type(criteria) is MaxLengthCriteria:
-            length = criteria.max_length
+            length = criteria.max_length if length is None else min(length, criteria.max_length)
             table = criteria.max_position_embeddings
-            if table is not None and length > table:  # transformers warns once it is passed
+            if table is not None and criteria.max_length > table:  # transformers warns once it is passed
                 return None
         elif type(criteria) is EosTokenCriteria:
-            ends = frozenset(criteria.eos_token_id.tolist())
+            ends |= frozenset(criteria.eos_token_id.tolist())
         else:
             return None
-    return (length, ends) if length > input_ids.shape[1] else None
+    return (length, ends) if length is not None and length > input_ids.shape[1] else None
 
 
 def greedy(
@@ -171,7 +174,7 @@ def greedy(
     Several steps are one call of the executor, as many as its time allows.
     """
     batch, at = input_ids.shape
-    ids = input_ids.new_full((batch, length), 0 if pad is None else int(pad))
+    ids = input_ids.new_full((batch, length), 0 if pad is None else int(pad), dtype=torch.long)
     ids[:, :at] = input_ids
     stops = torch.tensor(sorted(ends), device=ids.device) if ends else None
     alive = None  # all rows
@@ -195,7 +198,7 @@ def greedy(
         ahead = max(1, min(2 * ahead, int((RUN_SECONDS if streamer is None else STREAM_SECONDS) / each)))
     if streamer is not None:
         streamer.end()
-    return ids[:, :at]
+    return ids[:, :at].contiguous()
 
 
 def sample(
@@ -256,7 +259,7 @@ def sample(
             return input_ids
         layers = runner.model.config.get_text_config(decoder=True).num_hidden_layers
         names = {field.name for field in fields(GenerateDecoderOnlyOutput)}
-        cache = rows.cache(input_ids.shape[1] - 1, layers)
+        cache = rows.cache(input_ids.shape[1] - 1, layers, attention_mask)
         return GenerateDecoderOnlyOutput(
             sequences=input_ids,
             scores=picker.scores,

@@ -151,7 +151,8 @@ class RunnerMixin(SavingMixin):
             return _hf_loop(self, reason, super()._sample, *args, expected=owned, **kwargs)
         limit = position_limit(self)
         certain = checks.ends_by_length(stopping_criteria)
-        checks.check_room(input_ids, kwargs, generation_config.max_length, limit, certain)
+        last = checks.last_length(stopping_criteria, generation_config.max_length)
+        checks.check_room(input_ids, kwargs, last, limit, certain)
         runner = state.runner(self)
         state.calls[runner.refresh().name] += 1
         return loop.sample(
@@ -200,7 +201,8 @@ def _hf_loop(
     if limit is not None:
         # Drafts run ahead as far as the length allows; anything else may end before.
         certain = reason == "assisted decoding" or checks.ends_by_length(stopping_criteria)
-        checks.check_room(input_ids, kwargs, generation_config.max_length, limit, certain)
+        last = checks.last_length(stopping_criteria, generation_config.max_length)
+        checks.check_room(input_ids, kwargs, last, limit, certain)
         stopping_criteria = checks.within_table(stopping_criteria, input_ids, kwargs, limit)
     cache = given_cache(kwargs)
     own = isinstance(cache, PagedCache) and getattr(cache, "_hfaccel_own", False)

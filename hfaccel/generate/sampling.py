@@ -91,10 +91,11 @@ class Candidates:
     def choose(self, input_ids: torch.Tensor) -> torch.Tensor:
         """As `Everything.choose`."""
         values, ids = self.values, self.ids
-        if self.wanted < self.vocab and (values[:, self.top - 1] == values[:, -1]).any():
+        alive = slice(None) if self.alive is None else self.alive
+        if self.wanted < self.vocab and (values[alive, self.top - 1] == values[alive, -1]).any():
             # More logits than were fetched are equal to the last one kept: all are looked at.
             values = self.values.new_zeros(len(input_ids), self.vocab)
-            values[slice(None) if self.alive is None else self.alive] = self.logits.float()
+            values[alive] = self.logits.float()
             ids = torch.arange(self.vocab).expand(len(input_ids), -1)
         for warp in self.chain:  # one by one: the list looks at each one's signature first
             values = warp(input_ids, values)

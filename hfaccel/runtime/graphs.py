@@ -22,6 +22,7 @@ from hfaccel.cache.pool import PagePool, Sequence
 from hfaccel.errors import PatchError
 from hfaccel.runtime import Unsupported
 from hfaccel.runtime.modules import Modules
+from hfaccel.runtime.runner import strict
 
 log = logging.getLogger("hfaccel")
 
@@ -89,7 +90,8 @@ class Graphs(Modules):
         self._of: tuple[PagePool, int] | None = None
 
     def step(self, pool, ids, positions, block_tables, q_starts, lengths, rows, *, hidden=False):
-        """As `Modules.step`; decode of all rows is replayed. Every sequence has a new token."""
+        """As `Modules.step`; decode of all rows is replayed. Every sequence has a new token (the runner sends
+        no others), so that as many tokens as sequences means one each."""
         args = (pool, ids, positions, block_tables, q_starts, lengths, rows)
         count = ids.shape[0]
         decode = 0 < count == lengths.shape[0] == rows.shape[0] <= BUCKETS[-1] and not hidden
@@ -132,7 +134,11 @@ class Graphs(Modules):
         """Whether the bucket has a graph now."""
         try:
             bucket.replay, bucket.out = self.capture(lambda: self._run(pool, bucket))
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:  # CUDA's word for an operation that may not be captured
+            if strict():
+                raise PatchError(f"HFACCEL_STRICT=1: decode cannot be captured: {error}") from error
             self.why_not = f"decode cannot be captured: {str(error).splitlines()[0]}"
             self.why_rows = self.why_not
             self.buckets.clear()

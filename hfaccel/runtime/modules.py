@@ -107,8 +107,10 @@ class Modules:
                     one,
                     lengths[b : b + 1],
                 )
-                found.append(run(pool, *args, mine, hidden))
-        return torch.cat(found)[torch.argsort(order)]
+                out = run(pool, *args, mine, hidden)
+                if len(mine):  # without a row the forward stops before the head: [0, hidden size]
+                    found.append(out)
+        return torch.cat(found)[torch.argsort(order)] if found else out
 
     def _packed(self, pool, ids, positions, block_tables, q_starts, lengths, rows, hidden):
         for rope in self.ropes if self.mode == "rows" else ():

@@ -75,7 +75,7 @@ class Native:
         self._step = Step(ahead=1)
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._pages = None
-        self._pages_of: tuple | None = None
+        self._pages_of: tuple[PagePool, int] | None = None
         self._profile: dict[int, torch.Tensor] | None = None
 
     # -- what the runner calls
@@ -173,7 +173,7 @@ class Native:
         step.logits, step.logits_ld = out.data_ptr(), plan.out_width
         step.logits_dtype = native.DTYPES[plan.dtype]
         step.threads, step.replicate = torch.get_num_threads(), self.replicate
-        if self._pages_of != (id(pool), pool.version):
+        if self._pages_of is None or self._pages_of[0] is not pool or self._pages_of[1] != pool.version:
             self._find_pages(pool)
         step.profile = self._profile_of(encoded)
         code = self.library.hfa_plan_run(ctypes.byref(encoded.c), ctypes.byref(step))
@@ -209,7 +209,7 @@ class Native:
         self._pages = array
         self._step.pages = ctypes.addressof(array)
         self._step.pages_count, self._step.page_tokens = count, pool.page_tokens
-        self._pages_of = (id(pool), pool.version)
+        self._pages_of = (pool, pool.version)  # the pool itself: another may get its number
 
     def buffers(self) -> list[torch.Tensor | None]:
         """What the last step left in each fp32 buffer, [rows, width]; only after steps with `replicate` 0."""
@@ -229,7 +229,8 @@ class Native:
 
     def profile(self, on: bool = True) -> None:
         """Start (from zero) or stop to time every record, as thread 0 sees it."""
-        self._profile = {} if on else None
+        with self.lock:
+            self._profile = {} if on else None
 
     def timings(self) -> list[Timing]:
         """What the profiled steps took, record by record."""

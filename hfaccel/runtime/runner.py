@@ -39,6 +39,7 @@ EXECUTORS = {
 
 
 _SETTINGS = (bool, int, float, str)  # plain attributes of a module or a config
+_ASKED = ("HFACCEL_EXECUTOR", "HFACCEL_BACKEND", "HFACCEL_ISA", "HFACCEL_STRICT")
 
 
 class Executor(Protocol):
@@ -93,21 +94,29 @@ def choose(model: nn.Module, barred: dict[str, str] | None = None) -> tuple[Exec
     raise PatchError(f"no executor serves {type(model).__name__} ({reasons or f'device {model.device}'})")
 
 
-def fingerprint(model: nn.Module) -> int:
-    """A number that changes when a module, its code or a setting is replaced, a tensor moved or re-typed, an
-    adapter or hook changed."""
+def fingerprint(model: nn.Module) -> list:
+    """What differs once a module, its code or a setting is replaced, a tensor moved or re-typed, an adapter
+    or hook changed. Compared whole: hashes of -1 and -2 are equal."""
     every = nn.modules.module
-    parts: list = [len(every._global_forward_hooks), len(every._global_forward_pre_hooks)]
-    parts += [(name, value) for name, value in vars(model.config).items() if type(value) in _SETTINGS]
+    parts: list = [*every._global_forward_hooks, None, *every._global_forward_pre_hooks]
+    for name, value in vars(model.config).items():
+        if type(value) in _SETTINGS:
+            parts += (name, value)
+        elif isinstance(value, (list, tuple, dict)):  # layer types, rope parameters
+            parts += (name, repr(value))
     for module in model.modules():
         own = vars(module)
-        parts += (id(module), type(module), len(module._forward_hooks), len(module._forward_pre_hooks))
-        parts += (id(type(module).forward), id(own.get("forward")))
-        parts += [value for value in own.values() if type(value) in _SETTINGS]  # eps, scaling, top_k, ...
+        parts += (module, type(module), type(module).forward, own.get("forward"))
+        parts += (*module._forward_hooks, None, *module._forward_pre_hooks)  # ids that are not given twice
+        for name, value in own.items():  # eps, scaling, top_k, ...
+            if type(value) in _SETTINGS:
+                parts += (name, value)
         for tensors in (module._parameters, module._buffers):
-            parts += [(name, x.data_ptr(), x.dtype, x.shape) for name, x in tensors.items() if x is not None]
+            for name, x in tensors.items():
+                if x is not None:
+                    parts += (name, x.data_ptr(), x.dtype, x.shape)
         parts.append(str(own.get("_active_adapter", "")) + str(own.get("_disable_adapters", "")))
-    return hash(tuple(parts))
+    return parts
 
 
 class Runner:
@@ -131,21 +140,29 @@ class Runner:
         self.lock = self.pool.lock  # one lock: no thread may move the pages that a step is writing to
         self.executor: Executor | None = None
         self.skipped: dict[str, str] = {}
-        self._fingerprint: int | None = None
-        self._asked: tuple[str, str] | None = None
+        self._fingerprint: list | None = None
+        self._asked: list[str] | None = None
+        self._placed = self._place()
         self.steps = 0
 
     def refresh(self) -> Executor:
         """The executor, rebuilt if the model is no longer what it was built for; call once per request."""
         with self.lock:
             now = fingerprint(self.model)
-            asked = (os.environ.get("HFACCEL_EXECUTOR", "auto"), os.environ.get("HFACCEL_BACKEND", "auto"))
+            asked = [os.environ.get(name, "") for name in _ASKED]
             if self.executor is None or now != self._fingerprint or asked != self._asked:
                 self.executor = None
                 self.executor, self.skipped = choose(self.model, self.barred)
                 self.skipped = {**self.barred, **self.skipped}
                 self._fingerprint, self._asked = now, asked
+                if self._placed != self._place():
+                    self._placed = self._place()
+                    if self.pool.used_pages:  # of a cache that someone holds
+                        self.pool = self.pool.renewed()
             return self.executor
+
+    def _place(self) -> tuple[torch.dtype, torch.device]:
+        return self.model.dtype, self.model.device
 
     def sequence(self, *, expect_tokens: int = 0) -> Sequence:
         """An empty sequence; whoever asks for it calls `free`."""
@@ -175,6 +192,9 @@ class Runner:
         """
         with self.lock:
             executor = self.executor or self.refresh()
+            if 0 in counts:
+                new = [(s, count) for s, count in zip(sequences, counts, strict=True) if count]
+                sequences, counts = [s for s, _ in new], [count for _, count in new]
             with self._appending(sequences, counts) as tensors:
                 return executor.step(self.pool, ids, positions, *tensors, rows, hidden=hidden)
 
@@ -202,6 +222,7 @@ class Runner:
             rows = torch.arange(count, device=tokens.device)
             if not hasattr(executor, "best"):
                 return self.step(tokens, positions, sequences, [1] * count, rows).argmax(-1)[None]
+            ahead = self._room(sequences, ahead)
             with self._appending(sequences, [1] * count, ahead - 1) as tensors:
                 args = (self.pool, tokens, positions, *tensors, rows)
                 chosen = executor.best(*args, ahead=ahead, ends=ends)[1]
@@ -212,25 +233,39 @@ class Runner:
     @torch.no_grad()
     def candidates(
         self, tokens: torch.Tensor, positions: torch.Tensor, sequences: list[Sequence], top: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Append one token to each sequence: its `top` largest logits.
 
         Returns: [B, top] fp32, best first and equal ones by id; their ids [B, top] int64; all logits
-            [B, vocab]. None, with nothing done, where the executor has no such thing.
+            [B, vocab].
         """
         with self.lock:
             executor, count = self.executor or self.refresh(), len(sequences)
+            rows = torch.arange(count, device=tokens.device)
             if not hasattr(executor, "best"):
-                return None
+                logits = self.step(tokens, positions, sequences, [1] * count, rows)
+                values, ids = logits.float().sort(dim=-1, descending=True, stable=True)
+                return values[:, :top], ids[:, :top], logits
             with self._appending(sequences, [1] * count) as tensors:
-                args = (self.pool, tokens, positions, *tensors, torch.arange(count))
+                args = (self.pool, tokens, positions, *tensors, rows)
                 values, ids, logits = executor.best(*args, top=top)
             return values[0], ids[0], logits
+
+    def _room(self, sequences: list[Sequence], tokens: int) -> int:
+        """How many tokens, `tokens` at most, each of the sequences can append within a budget; 1 at least."""
+        size, free = self.pool.page_tokens, self.pool.free_pages
+        while tokens > 1 and self.pool.budget_pages is not None:
+            if sum(-(-(s.length + tokens) // size) - len(s.pages) for s in sequences) <= free:
+                break
+            tokens //= 2
+        return tokens
 
     @contextmanager
     def _appending(self, sequences: list[Sequence], counts: list[int], more: int = 0):
         """Slots for `counts` new tokens and `more`, and a step's tensors; slots go back if the block
         raises."""
+        if any(s.pool is not self.pool for s in sequences):
+            raise PatchError("the model was moved or re-typed since these sequences began")
         before = [s.length for s in sequences]
         try:
             for sequence, count in zip(sequences, counts, strict=True):

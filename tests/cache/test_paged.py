@@ -219,3 +219,24 @@ def test_no_thread_moves_pages_while_they_are_written(monkeypatch):
     k = torch.randn(1, 2, 3, 8)
     cache.update(k, k, 0)
     assert torch.equal(cache.dense(0)[0], k)
+
+
+@pytest.mark.parametrize("family", ["TL", "bloom"])
+def test_a_dropped_cache_gives_its_pages_back(family):
+    """Also where the attention of the model never asks for what was put down for it."""
+    model = tiny(family)
+    mixin.install(model, page_tokens=4)
+    pool = mixin.runner_of(model).pool
+    out = model.generate(
+        ids(1, 6), num_beams=2, max_new_tokens=4, do_sample=False, return_dict_in_generate=True
+    )
+    assert pool.used_pages > 0
+    del out
+    gc.collect()
+    assert pool.used_pages == 0
+    cache = new(model)
+    with torch.no_grad():
+        model(ids(1, 6), **{CACHE: cache}, use_cache=True)
+    del cache
+    gc.collect()
+    assert pool.used_pages == 0

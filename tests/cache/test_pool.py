@@ -1,10 +1,12 @@
 """pool.py: who owns a page, what a write to a shared one does, and that everything comes back."""
 
+import gc
 import random
 
 import pytest
 import torch
 
+from hfaccel.cache import pool as pages
 from hfaccel.cache.pool import PagePool, Sequence
 from hfaccel.errors import PatchError
 
@@ -175,3 +177,72 @@ def test_another_shape_is_refused():
         sequence.rollback(2)
     with pytest.raises(PatchError, match="4"):
         PagePool(bits=4)
+
+
+def test_growth_that_ends_half_way_is_seen_and_made_good(monkeypatch):
+    """Out of memory at the second layer: the first has moved, so whoever holds pointers must look again."""
+    pool = PagePool(page_tokens=4)
+    sequence = Sequence(pool)
+    write(pool, sequence, [0.0, 1, 2])
+    real, calls = pages._zeros, []
+
+    def zeros(*args):
+        calls.append(args)
+        if len(calls) == 3:  # K and V of layer 0, then this
+            raise MemoryError
+        return real(*args)
+
+    before = pool.version
+    monkeypatch.setattr(pages, "_zeros", zeros)
+    with pytest.raises(MemoryError):
+        sequence.extend(100)
+    monkeypatch.undo()
+    assert pool.version != before and sequence.length == 3 and read(pool, sequence) == [0, 1, 2]
+    write(pool, sequence, [float(i) for i in range(3, 103)])
+    assert read(pool, sequence) == list(range(103))
+    sequence.free()
+    assert pool.used_pages == 0
+
+
+def test_a_copy_on_write_that_fails_leaks_nothing(monkeypatch):
+    pool = PagePool(page_tokens=4)
+    one = Sequence(pool)
+    write(pool, one, [1.0, 2])
+    two = one.fork()
+
+    def fails(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "copy", fails)
+        with pytest.raises(MemoryError):
+            two.extend(1)
+    assert pool.used_pages == 1 and pool.references[one.pages[0]] == 2
+    write(pool, two, [3.0])
+    assert read(pool, one) == [1, 2] and read(pool, two) == [1, 2, 3]
+    one.free()
+    two.free()
+    assert pool.used_pages == 0
+
+
+def test_a_cache_collected_in_the_middle_of_a_claim_is_freed_afterwards(monkeypatch):
+    """The collector runs its finalizers wherever it likes, on the thread that is changing the tables."""
+    pool = PagePool(page_tokens=4)
+    old = Sequence(pool)
+    old.extend(9)
+    grow = pool._grow
+
+    def grow_and_collect(capacity):
+        grow(capacity)
+        if old.pages:
+            pool.drop([old])
+            assert old.pages  # not now
+
+    monkeypatch.setattr(pool, "_grow", grow_and_collect)
+    sequence = Sequence(pool, expect_tokens=400)
+    sequence.extend(3)
+    assert pool.used_pages == 1 and not old.pages and len(pool._busy) == pool.capacity >= 100
+    sequence.free()
+    assert pool.used_pages == pool.capacity == 0
+    pool.drop([old])  # nobody is inside: at once
+    gc.collect()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from hfaccel.generate import loop, mixin
 from tiny import ids, tiny
@@ -63,3 +64,40 @@ def test_a_processor_or_scores_take_the_full_loop(monkeypatch):
     out = model.generate(ids(1, 5), return_dict_in_generate=True, output_scores=True, **common)
     assert len(out.scores) == 3
     model.generate(ids(1, 5), max_new_tokens=3, do_sample=True)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_first_of_several_limits_and_all_end_tokens_count(order):
+    """Criteria of the caller beside those that generate makes: transformers asks each."""
+    plain, model = tiny("llama"), tiny("llama")
+    mixin.install(model)
+    free = plain.generate(ids(1, 5), max_new_tokens=9, do_sample=False)[0]
+    ends = [EosTokenCriteria(int(free[8])), EosTokenCriteria(255)][::order]
+    for extra in ([MaxLengthCriteria(7), MaxLengthCriteria(20)][::order], ends):
+        want, got = (
+            one.generate(
+                ids(1, 5), max_new_tokens=9, do_sample=False, stopping_criteria=StoppingCriteriaList(extra)
+            )
+            for one in (plain, model)
+        )
+        assert torch.equal(got, want) and want.shape[1] < 14
+
+
+def test_a_limit_of_the_callers_leaves_room_in_the_table_of_positions():
+    plain, model = tiny("gpt2", max_position_embeddings=16), tiny("gpt2", max_position_embeddings=16)
+    mixin.install(model)
+    short = StoppingCriteriaList([MaxLengthCriteria(12)])
+    options = dict(max_new_tokens=20, do_sample=False, stopping_criteria=short)
+    assert torch.equal(model.generate(ids(1, 8), **options), plain.generate(ids(1, 8), **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_the_result_is_int64_and_owns_what_it_shows(dtype):
+    plain, model = tiny("llama"), tiny("llama")
+    mixin.install(model)
+    x = ids(2, 6).to(dtype)
+    free = plain.generate(x, max_new_tokens=8, do_sample=False)
+    options = dict(max_new_tokens=8, do_sample=False, eos_token_id=free[:, 8].tolist(), pad_token_id=0)
+    want, got = (one.generate(x, **options) for one in (plain, model))
+    assert torch.equal(got, want) and got.dtype == want.dtype == torch.int64
+    assert got.shape[1] < 14 and got.is_contiguous() and got.untyped_storage().nbytes() == got.nbytes

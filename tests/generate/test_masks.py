@@ -1,5 +1,6 @@
 """Masks and positions of the caller's own, against plain transformers in fp32; padded beams stay in pages."""
 
+import copy
 import gc
 import inspect
 import sys
@@ -107,6 +108,45 @@ def test_padded_beams_never_gather(family, chunk, monkeypatch):
     del got, outs
     gc.collect()
     assert mixin.runner_of(model).pool.used_pages == 0
+
+
+@pytest.mark.parametrize("mask", [HOLES[:2], LEFT[1:].flip(1), LEFT[:2]])
+def test_a_returned_cache_goes_on_under_the_longer_mask(mask):
+    """As transformers' does, and as the whole text without a cache; what transformers makes of padding on
+    the right is no oracle."""
+    plain, model = twins("TL")
+    longer = torch.cat([mask, torch.ones(2, NEW, dtype=torch.long)], dim=1)
+    found = []
+    for one in (plain, model):
+        first = one.generate(ids(2, L), attention_mask=mask, return_dict_in_generate=True, **GREEDY)
+        cache = {k: v for k, v in first.items() if k in ("cache", "past_key_values")}
+        for kept in (cache, copy.deepcopy(cache), {}):
+            out = one.generate(first.sequences, attention_mask=longer, **kept, **GREEDY, **DETAILS)
+            found.append((out.sequences, torch.stack(out.logits)))
+    right = not mask[:, -1].all()
+    for sequences, logits in found[4:] if right else found[1:]:
+        assert torch.equal(sequences, found[3 if right else 0][0])
+        torch.testing.assert_close(logits, found[3 if right else 0][1], atol=3e-4, rtol=0)
+
+
+def test_a_returned_cache_with_holes_is_cropped_and_reordered_as_transformers_does():
+    plain, model = twins("TL")
+    for change in (
+        lambda c: c.crop(-NEW - 7),  # into the holes
+        lambda c: c.reorder_cache(torch.tensor([1, 1])),
+        lambda c: c.batch_repeat_interleave(2),
+        lambda c: None,
+    ):
+        dense = []
+        for one in (plain, model):
+            out = one.generate(ids(2, L), attention_mask=HOLES[:2], return_dict_in_generate=True, **GREEDY)
+            cache = next(v for k, v in out.items() if k in ("cache", "past_key_values"))
+            change(cache)
+            dense.append(cache.layers[1].keys)
+        want, got = dense
+        empty = (got == 0).all(dim=(1, 3))
+        torch.testing.assert_close(got, want.masked_fill(empty[:, None, :, None], 0), atol=1e-4, rtol=0)
+        assert empty.any() and not empty.all()
 
 
 @pytest.mark.parametrize("family", ["TL", "mistral"])

@@ -1,5 +1,7 @@
 """Sampling among candidates is sampling over all logits."""
 
+import threading
+
 import pytest
 import torch
 from transformers import LogitsProcessorList
@@ -103,3 +105,37 @@ def test_generate_samples_among_candidates(monkeypatch):
     model.generate(ids(2, 5), top_k=5, repetition_penalty=1.1, **options)
     assert len(used) == 3
     assert mixin.runner_of(model).pool.used_pages == 0
+
+
+def test_a_row_that_ended_with_tied_logits_does_not_force_the_vocabulary():
+    first = torch.randn(2, 100)
+    first[1] = 1.0  # all tied
+    picker = sampling.Candidates(Fixed(torch.randn(2, 100)), first, LogitsProcessorList([TopK(3)]), 3)
+    picker.advance(torch.zeros(2, dtype=torch.long), [0])
+    picker.logits = None  # nobody may look at all of them
+    picker.choose(torch.zeros(2, 1))
+
+
+def test_sampling_goes_on_when_the_executor_changes_under_it(monkeypatch):
+    """Another thread's call has the runner take another executor, one without candidates."""
+    model = tiny("llama")
+    mixin.install(model)
+
+    class Meddling:
+        puts = 0
+
+        def put(self, tokens):
+            self.puts += 1
+            if self.puts == 3:
+                monkeypatch.setenv("HFACCEL_EXECUTOR", "modules")
+                other = threading.Thread(
+                    target=model.generate, args=(ids(1, 4),), kwargs={"max_new_tokens": 2}
+                )
+                other.start()
+                other.join()
+
+        def end(self): ...
+
+    options = dict(do_sample=True, top_k=5, max_new_tokens=8)
+    out = model.generate(ids(1, 6), streamer=Meddling(), **options)
+    assert out.shape == (1, 14) and mixin.runner_of(model).executor.name == "modules"

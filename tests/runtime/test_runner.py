@@ -1,6 +1,8 @@
 """runner.py and modules.py: the step itself, whatever its shape; who runs it; what an error leaves behind."""
 
+import gc
 import threading
+from itertools import combinations
 
 import pytest
 import torch
@@ -169,16 +171,16 @@ def test_the_fingerprint_sees_what_changes_a_model():
     model, run = running()
     first = run.refresh()
     assert run.refresh() is first
-    seen = {runner.fingerprint(model)}
+    seen = [runner.fingerprint(model)]
     model.model.layers[0].mlp.up_proj = torch.nn.Linear(64, 176, bias=False)
-    seen.add(runner.fingerprint(model))
+    seen.append(runner.fingerprint(model))
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-    seen.add(runner.fingerprint(model))
+    seen.append(runner.fingerprint(model))
     model.model.norm.register_forward_hook(lambda *_: None)
-    seen.add(runner.fingerprint(model))
+    seen.append(runner.fingerprint(model))
     model.to(torch.bfloat16)
-    seen.add(runner.fingerprint(model))
-    assert len(seen) == 5 and run.refresh() is not first
+    seen.append(runner.fingerprint(model))
+    assert all(one != other for one, other in combinations(seen, 2)) and run.refresh() is not first
 
 
 def test_a_model_whose_masks_say_more_is_not_packed(monkeypatch):
@@ -290,8 +292,8 @@ def gpu(monkeypatch):
 
 
 def captured(model, run, capture=stub):
+    run.refresh()  # what the runner compares at each call is the model as it is now
     run.executor = executor = Graphs(model, capture=capture, device="cpu")
-    run._fingerprint, run._asked = runner.fingerprint(model), ("modules", "auto")
     return executor
 
 
@@ -383,6 +385,117 @@ def test_what_cannot_be_captured_runs_as_modules(gpu):
     assert executor.replays == 0 and run.pool.free_pages == 0
 
 
+def test_a_failed_capture_is_no_fallback_under_strict_and_no_memory_is_not_hidden(gpu, monkeypatch):
+    def fails(error):
+        def capture(run):
+            raise error
+
+        model, run = running()
+        captured(model, run, capture)
+        return lambda: model.generate(ids(1, 5), max_new_tokens=3, do_sample=False)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        fails(torch.OutOfMemoryError("no memory"))()
+    calls = fails(RuntimeError("not permitted"))
+    assert calls().shape == (1, 8)
+    monkeypatch.setenv("HFACCEL_STRICT", "1")
+    model, run = running()
+    captured(model, run, lambda run: (_ for _ in ()).throw(RuntimeError("not permitted")))
+    with pytest.raises(PatchError, match="HFACCEL_STRICT=1: decode cannot be captured: not permitted"):
+        model.generate(ids(1, 5), max_new_tokens=3, do_sample=False)
+
+
+def test_as_many_tokens_as_sequences_need_not_be_one_each(gpu):
+    """Two tokens for one sequence and none for the other are no decode step."""
+    model, run = running()
+    executor = captured(model, run)
+    rows = [ids(1, 5, seed=1)[0], ids(1, 7, seed=2)[0]]
+    sequences = [run.sequence() for _ in rows]
+    run.prefill(rows, [torch.arange(5), torch.arange(7)], sequences)
+    extra = ids(1, 2, seed=3)[0]
+    got = run.step(extra, torch.arange(5, 7), sequences, [2, 0], torch.arange(2))
+    torch.testing.assert_close(got, dense(model, torch.cat([rows[0], extra]))[5:], atol=1e-4, rtol=0)
+    assert executor.replays == 0 and [s.length for s in sequences] == [7, 7]
+
+
+@pytest.mark.parametrize("family", ["bloom", "falcon", "falcon_mq"])
+def test_a_cut_prompt_of_a_model_that_runs_row_by_row(family):
+    """A step whose first sequence ends in it and whose second does not: hidden states and logits meet."""
+    model, run = running(family)
+    rows = [ids(1, n, seed=n)[0] for n in (9, 14)]
+    sequences = [run.sequence() for _ in rows]
+    got = run.prefill(rows, [torch.arange(len(r)) for r in rows], sequences, chunk_tokens=12)
+    for row, logits in zip(rows, got, strict=True):
+        torch.testing.assert_close(logits, dense(model, row)[-1], atol=1e-4, rtol=0)
+    none = run.step(rows[0][:1], torch.tensor([9]), sequences[:1], [1], torch.arange(0))
+    assert none.shape[0] == 0
+
+
+def test_steps_ahead_stay_within_a_budget(monkeypatch):
+    """Where one more step fits, a run of four does not refuse."""
+    monkeypatch.setenv("HFACCEL_EXECUTOR", "auto")
+    model = tiny("llama")
+    run = runner.Runner(model, page_tokens=4, budget_pages=2)
+    if run.refresh().name != "native":
+        pytest.skip("no C++ compiler")
+    sequence = run.sequence()
+    prompt = ids(1, 5)[0]
+    token = run.prefill([prompt], [torch.arange(5)], [sequence]).argmax(-1)
+    found = []
+    while sequence.length < 8:
+        position = torch.tensor([sequence.length])
+        found += run.greedy(token, position, [sequence], ahead=8)[:, 0].tolist()
+        token = torch.tensor(found[-1:])
+    assert found == tiny("llama").generate(prompt[None], max_new_tokens=4, do_sample=False)[0, 6:].tolist()
+    with pytest.raises(PatchError, match="all 2 KV pages"):
+        run.greedy(token, torch.tensor([8]), [sequence], ahead=1)
+
+
+def test_a_returned_cache_does_not_keep_a_moved_model_from_generating():
+    """Its pages stay what they are; new ones are of the new dtype."""
+    model, run = running("llama")
+    args = dict(max_new_tokens=3, do_sample=False)
+    out = model.generate(ids(1, 5), return_dict_in_generate=True, **args)
+    held = next(v for k, v in out.items() if k in ("cache", "past_key_values"))
+    before = held.layers[0].keys
+    model.to(torch.bfloat16)
+    plain = tiny("llama").to(torch.bfloat16)
+    assert torch.equal(model.generate(ids(1, 5), **args), plain.generate(ids(1, 5), **args))
+    assert torch.equal(held.layers[0].keys, before) and before.dtype == torch.float32
+    del out, held
+    gc.collect()
+    assert run.pool.used_pages == 0
+
+
+def test_sequences_of_a_model_that_was_moved_are_refused():
+    model, run = running("llama")
+    sequence = run.sequence()
+    prompt = ids(1, 5)[0]
+    run.prefill([prompt], [torch.arange(5)], [sequence])
+    model.to(torch.bfloat16)
+    run.refresh()
+    with pytest.raises(PatchError, match="moved or re-typed"):
+        run.step(prompt[:1], torch.tensor([5]), [sequence], [1], torch.arange(1))
+
+
+@pytest.mark.parametrize("name", ["HFACCEL_STRICT", "HFACCEL_ISA"])
+def test_settings_of_the_environment_are_read_again(name, monkeypatch):
+    _, run = running()
+    before = run.refresh()
+    monkeypatch.setenv(name, "1" if name == "HFACCEL_STRICT" else "scalar")
+    assert run.refresh() is not before
+
+
+def test_candidates_of_an_executor_that_has_none():
+    model, run = running()
+    sequence, prompt = run.sequence(), ids(1, 6)[0]
+    run.prefill([prompt[:5]], [torch.arange(5)], [sequence])
+    values, found, logits = run.candidates(prompt[5:], torch.tensor([5]), [sequence], 7)
+    want = dense(model, prompt)[-1:]
+    torch.testing.assert_close(logits, want, atol=1e-4, rtol=0)
+    assert torch.equal(values, logits.gather(1, found)) and torch.equal(values, logits.topk(7).values)
+
+
 def test_no_thread_moves_pages_under_a_step():
     """The pool grows by copying: what a step writes meanwhile would be lost."""
     _, run = running()
@@ -407,6 +520,9 @@ def test_no_thread_moves_pages_under_a_step():
     sequence.free()
 
 
+HOOK = []
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -416,11 +532,17 @@ def test_no_thread_moves_pages_under_a_step():
         lambda m: setattr(m.model.layers[0].self_attn, "scaling", 1.0),
         lambda m: setattr(m.model.layers[0].mlp.gate, "top_k", 1),
         lambda m: setattr(m.config, "final_logit_softcapping", 3.0),
+        lambda m: setattr(m.config, "layer_types", ["full_attention", "sliding_attention"]),
+        lambda m: m.config.rope_parameters.update(rope_theta=123.0),
+        lambda m: setattr(m.model.layers[0].self_attn, "layer_idx", -2),  # hash(-1) == hash(-2)
         lambda m: m.model.layers[0].register_forward_hook(print),
+        lambda m: (HOOK.pop().remove(), m.model.norm.register_forward_hook(print)),  # as many as before
     ],
 )
 def test_every_change_that_a_plan_would_miss_rebuilds_the_executor(change):
     model, run = running("mixtral")
+    HOOK[:] = [model.model.norm.register_forward_hook(lambda *_: None)]
+    model.model.layers[0].self_attn.layer_idx = -1
     before = run.refresh()
     assert run.refresh() is before
     change(model)
