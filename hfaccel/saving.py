@@ -9,6 +9,7 @@ killed in the middle leaves the old folder, the new one, or one that is refused,
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 from collections.abc import Iterator
@@ -74,8 +75,8 @@ def replacing(target: Path, variant: str | None = None) -> Iterator[Path]:
     Other files of `target` stay, but for weights of a former model under other names.
     Raises: OSError naming the target, for a full disk or one that cannot be written.
     """
-    name = f".{target.name}.{os.getpid()}-{os.urandom(3).hex()}.saving"
-    folder = target / name if target.is_dir() else target.with_name(name)
+    folder = _place(target, f"{os.getpid()}-{os.urandom(3).hex()}")
+    _sweep(target)
     try:
         folder.mkdir(parents=True)
         yield folder
@@ -89,6 +90,31 @@ def replacing(target: Path, variant: str | None = None) -> Iterator[Path]:
         raise (OSError(why) if code is None else OSError(code, why)) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _place(target: Path, process: str) -> Path:
+    """The folder that a process of this machine writes into before it is `target`; or a pattern of such."""
+    name = f".{target.name}.{platform.node()}-{process}.saving"
+    return target / name if target.is_dir() else target.with_name(name)
+
+
+def _sweep(target: Path) -> None:
+    """Remove what savers of this target left behind that were killed on this machine."""
+    pattern = re.compile(re.escape(_place(target, "@").name).replace("@", r"(\d+)-[0-9a-f]{6}"))
+    place = _place(target, "").parent
+    for path in place.iterdir() if place.is_dir() else ():
+        if (found := pattern.fullmatch(path.name)) and not _runs(int(found[1])):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def check_target(target: Path) -> None:

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import platform
+import re
 import resource
 import signal
 import stat
@@ -72,6 +74,27 @@ def test_killed_at_any_moment(before, tmp_path):
             assert is_new and step > 3
             break
     assert found == ({"old", "refused", "new"} if before else {"refused", "new"})
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_the_next_save_removes_what_a_killed_one_left(exists, tmp_path):
+    """And nothing of a process that lives, of another machine, or that only looks alike."""
+    target = tmp_path / "out"
+    place = target if exists else tmp_path
+    place.mkdir(exist_ok=True)
+    model = hfaccel.patch(tiny("llama"), "int8", progress=False)
+    assert killed_at(3, lambda: model.save_pretrained(target))
+    (left,) = place.glob(".*.saving")
+    others = [
+        left.name.replace(re.search(r"-(\d+)-", left.name)[1], str(os.getpid())),
+        left.name.replace(platform.node(), "another"),
+        f"{left.name}.mine",
+    ]
+    for name in others:
+        (place / name).mkdir()
+    model.save_pretrained(target)
+    assert sorted(path.name for path in place.glob(".*saving*")) == sorted(others)
+    assert AutoModelForCausalLM.from_pretrained(target, **attention(model)) is not None
 
 
 def test_a_failed_save_leaves_what_was_there(tmp_path, monkeypatch):
