@@ -1,6 +1,7 @@
 """The C++ executor: equal to transformers and the reference, to itself bit for bit however steps are cut."""
 
 import copy
+import ctypes
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from hfaccel.cache.pool import PagePool, Sequence
 from hfaccel.errors import PatchError
 from hfaccel.runtime import Unsupported
 from hfaccel.runtime.native import Native, executor
+from hfaccel.runtime.plan_abi import Step
 from hfaccel.runtime.plan_build import build
 from hfaccel.runtime.plan_reference import Reference
 from hfaccel.runtime.runner import Runner
@@ -116,6 +118,49 @@ def test_long_context_shared_by_threads():
         torch.set_num_threads(threads)
         assert torch.equal(steps.run(ids, cuts=[699, 700, 701, 702])[0], want)
     close(want, logits(model, ids))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_blocks_are_joined_to_segments_far_from_the_start(family):
+    """Beyond 4,096 slots threads share segments of several blocks, which begin where the slot alone says."""
+    small = {"hidden_size": 32, "num_attention_heads": 4, "head_dim": 8, "num_hidden_layers": 1}
+    window = {"sliding_window": 5000} if family == "mistral" else {}
+    model = tiny.tiny(family, attn="sdpa", max_position_embeddings=1 << 14, **small, **window)
+    ids, steps = tiny.ids(1, 8700)[0], Steps(model, executor(model))
+    sequence = steps.runner.sequence()
+    steps.runner.prefill([ids[:-10]], [torch.arange(8690)], [sequence])
+    at = torch.arange(8690, 8700)
+    want = steps.runner.step(ids[-10:], at, [sequence], [10], torch.arange(10))
+    with torch.no_grad():
+        close(want, model(ids[None], logits_to_keep=10).logits[0])
+    for threads in (1, 2, 3, 7):
+        torch.set_num_threads(threads)
+        sequence.rollback(10)
+        for i, row in enumerate(want):
+            one = steps.runner.step(ids[at[i]].view(1), at[i].view(1), [sequence], [1], torch.tensor([0]))
+            assert torch.equal(one[0], row), threads
+    sequence.free()
+
+
+def test_scratch_grows_with_the_logarithm_of_the_context():
+    """What a thread keeps apart at 1,048,576 slots: 10 doublings beyond 64 blocks, 32 segments each."""
+    encoded = executor(tiny.tiny("llama"))._encoded
+    starts = torch.tensor([0, 1], dtype=torch.int32)
+
+    def scratch(slots):
+        lengths = torch.tensor([slots], dtype=torch.int32)
+        sizes = []
+        for threads in (1, 2):
+            step = Step(tokens=1, asked=1, sequences=1, ahead=1, threads=threads, replicate=0)
+            step.q_starts, step.lengths = starts.data_ptr(), lengths.data_ptr()
+            arguments = ctypes.byref(encoded.c), ctypes.byref(step)
+            sizes.append(native.library().hfa_plan_arena(*arguments))
+        return sizes[1] - sizes[0]
+
+    rows, size = 4, 16 + 2  # query heads, and floats of one head's state
+    short, long = scratch(1 << 12), scratch(1 << 20)
+    assert long - short == 8 * 32 * rows * size * 4
+    assert scratch(1 << 19) < long < 1 << 17
 
 
 @pytest.mark.parametrize("heads,kv_heads", [(4, 4), (6, 2), (8, 1)])
