@@ -61,24 +61,6 @@ def test_patch_as_json(folder, tmp_path):
     assert made["recipe"] == "int8" and made["output"] == str(tmp_path / "out") and made["seconds"] > 0
 
 
-def test_eval_measures_a_patched_model_through_its_runner(folder, tmp_path, monkeypatch):
-    from hfaccel.measure import runner_report
-
-    chunks, paged_logits = [], runner_report.paged_logits
-    monkeypatch.setattr(
-        runner_report, "paged_logits", lambda *args: chunks.append(args[1].shape) or paged_logits(*args)
-    )
-    data = tmp_path / "text.txt"
-    data.write_text("The three laws of motion are " * 200)
-    given = ("eval", str(folder), "--data", str(data), "--windows", "1", "--json")
-    plain = json.loads(run(*given).stdout)
-    assert chunks == [] and plain["tokens"] == 1023
-    made = json.loads(run(*given, "--recipe", "int8").stdout)
-    assert chunks == [(1, 1024)]
-    assert made["reference_perplexity"] == pytest.approx(plain["perplexity"], rel=1e-6)
-    assert 0 < made["kl"] < 0.1 and made["perplexity"] == pytest.approx(plain["perplexity"], rel=0.05)
-
-
 def test_generate_streams_text_and_repeats_with_a_seed(folder):
     args = (
         "generate",
@@ -133,6 +115,17 @@ def test_exit_codes_and_one_line_errors(folder, tmp_path):
         (("bench", "{model}", "--context", "128,4k"), 2, "not a list of numbers"),
         (("bench", "{model}", "--context", "128"), 1, "two or more"),
         (("eval", "{model}", "--data", "{out}"), 1, "no text"),
+        (("eval", "{model}", "--recipe", "int8,int9"), 1, "int9"),
+        (("eval", "{model}", "--recipe", "int8,"), 1, "an empty step"),
+        (("eval", "{model}", "--against", "vllm"), 1, "peers that give logits are hf, llama.cpp, torchao"),
+        (("eval", "{model}", "--against", "hf:int1"), 1, "unknown variant 'int1'"),
+        (("eval", "{model}", "--against", "hf", "--peer-python", "python3"), 2, "NAME=PATH"),
+        (("eval", "{model}", "--tasks", "{out}"), 1, "no such tasks file"),
+        (("eval", "{model}", "--tasks", "{model}/config.json"), 1, "config.json, line 1: no JSON"),
+        (("eval", "{model}", "--calibration", "{out}"), 1, "no text"),
+        (("eval", "{model}", "--lm-eval", "arc_easy"), 1, "lm-eval is not installed"),
+        (("eval", "{model}", "--png", "{model}/config.json/x.png"), 1, "is a file"),
+        (("eval", "{model}", "--windows", "-1"), 2, "windows"),
     ],
 )
 def test_misuse_is_refused_at_once(folder, tmp_path, capsys, monkeypatch, args, code, words):

@@ -1,55 +1,132 @@
-"""`hfaccel eval`: what a recipe does to quality."""
+"""`hfaccel eval`: what recipes do to quality."""
 
 from __future__ import annotations
 
 import json
-from functools import partial
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from hfaccel.commands.terminal import AsJson, Model, OffGrid, print_table
+from hfaccel.commands.terminal import AsJson, Model, OffGrid, print_table, recipe_names, say
+
+
+def _four(value: float) -> str:
+    return f"{value:.4f}"
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+COLUMNS = {
+    "recipe": ("", str),
+    "bits_per_weight": ("bits/weight", "{:.3f}".format),
+    "layer_bits_per_weight": ("in the layers", "{:.3f}".format),
+    "packed_bytes": ("packed MB", lambda v: f"{v / 1e6:.1f}"),
+    "model_bytes": ("model MB", lambda v: f"{v / 1e6:.1f}"),
+    "perplexity": ("perplexity", _four),
+    "kl": ("KL", _four),
+    "top1_agreement": ("top-1 agreement", _four),
+    "accuracy": ("accuracy", _share),
+    "accuracy_normalized": ("by length", _share),
+    "exact_match": ("exact match", _share),
+    "patch_s": ("patch s", "{:.0f}".format),
+    "executor": ("served by", str),
+}
 
 
 def evaluate(
     model: Model,
     recipe: Annotated[
-        str | None, typer.Option(help="Patch first; quality is then against the unpatched model.")
+        str, typer.Option(help="One row each, separated by commas; fp32 and bf16 are the model as it is.")
+    ] = "",
+    against: Annotated[
+        str,
+        typer.Option(help="Other tools: hf, llama.cpp, torchao, each with :variant, separated by commas."),
+    ] = "",
+    peer_python: Annotated[
+        list[str] | None, typer.Option(help="NAME=PATH of the python that has the peer.")
     ] = None,
-    windows: Annotated[int, typer.Option(min=1, help="Windows of 1,024 tokens.")] = 40,
+    windows: Annotated[int, typer.Option(min=0, help="Windows of 1,024 tokens; 0: no perplexity.")] = 40,
     data: Annotated[
         str, typer.Option(help="wikitext2_test, wikitext2_valid, or a text file.")
     ] = "wikitext2_test",
+    calibration: Annotated[
+        str | None, typer.Option(help="For recipes that need data: a text file, or wikitext2_valid.")
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help='Questions, one JSON object a line: {"question", "choices", "answer"}, or without choices '
+            "for an answer that is generated (GSM8K)."
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many questions a task.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of a generated answer.")] = 256,
+    lm_eval: Annotated[
+        str, typer.Option("--lm-eval", help="Tasks of lm-evaluation-harness, where it is installed.")
+    ] = "",
     off_grid: OffGrid = True,
+    png: Annotated[
+        Path | None, typer.Option(help="Draw perplexity against bits per weight into this file.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Perplexity and, with a recipe, KL and top-1 agreement to the model before.
+    """Quality beside bits: perplexity, KL and top-1 agreement to the model as it is, answers to questions.
 
-    A patched model is measured through the runner that serves its `generate`.
+    Every row sees the same windows. A patched model is measured through the runner that serves its
+    `generate`. Bits per weight count codes, scales and zero points of the layers' matrices and the head.
     """
-    import hfaccel
-    from hfaccel.generate import mixin
-    from hfaccel.measure.corpus import text
-    from hfaccel.measure.perplexity import kl, perplexity
-    from hfaccel.measure.rows import load
-    from hfaccel.measure.runner_report import paged_logits
+    from hfaccel.measure import evaluation
+    from hfaccel.measure.rows import UNPATCHED
+    from hfaccel.saving import check_writable
 
-    loaded, tokenizer = load(model, off_grid=off_grid)
-    if recipe is not None:
-        reference, _ = load(model, off_grid=off_grid)
-        hfaccel.patch(loaded, recipe, tokenizer=tokenizer, keep_original=False)
-    served = partial(paged_logits, loaded) if hasattr(loaded, mixin.ATTRIBUTE) else loaded
-    if recipe is None:
-        result = perplexity(served, tokenizer, text(data), windows=windows)
-    else:
-        result = kl(served, reference, tokenizer, text(data), windows=windows)
-    values = vars(result)
-    if as_json:
-        return print(json.dumps({"model": model, "recipe": recipe, "data": data, **values}, indent=1))
-    print_table(
-        [values],
-        {
-            key: (key.replace("_", " "), lambda v: f"{v:.4f}" if isinstance(v, float) else str(v))
-            for key in values
-        },
+    recipes = recipe_names(recipe, "auto", *UNPATCHED) if recipe else []
+    if png is not None:
+        check_writable(png)
+    if odd := [pair for pair in peer_python or [] if "=" not in pair]:
+        raise typer.BadParameter(f"--peer-python {odd[0]!r} is not NAME=PATH")
+    settings = evaluation.Settings(
+        off_grid=off_grid,
+        data=data,
+        windows=windows,
+        calibration=calibration,
+        questions=tasks,
+        limit=limit,
+        max_new_tokens=max_new_tokens,
+        lm_eval=_names(lm_eval),
     )
+    result = evaluation.evaluate(
+        model,
+        recipes,
+        _names(against),
+        settings,
+        peer_python=dict(pair.split("=", 1) for pair in peer_python or []),
+        say=say,
+    )
+    if png is not None:
+        from hfaccel.measure.chart import points
+
+        title = f"{model}{', off-grid twin' if result['off_grid'] else ''}, {_measured_on(result)}"
+        axes = ("bits_per_weight", "bits per weight, layers and head"), ("perplexity", "perplexity")
+        result["png"] = str(points(result["rows"], *axes, title, png, level="original"))
+    if as_json:
+        return print(json.dumps(result, indent=1))
+    print(f"{model}{', off-grid twin' if result['off_grid'] else ''}; {_measured_on(result)}")
+    print_table(result["rows"], COLUMNS)
+    for row in result["rows"]:
+        for task, metrics in row.get("lm_eval", {}).items():
+            print(f"{row['recipe']}, {task}: {', '.join(f'{k} {v:.4f}' for k, v in metrics.items())}")
+    if png is not None:
+        print(f"chart: {png}")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _measured_on(result: dict[str, Any]) -> str:
+    if not result["windows"]:
+        return "no perplexity"
+    return f"{result['windows']} windows of 1,024 tokens of {result['data']}"

@@ -116,7 +116,7 @@ def bench(
     rows = [Contender(f"hfaccel {recipe}") for recipe in recipes] + [Contender(f"{n} {v}") for n, v in peers]
     specs = [("hfaccel", sys.executable, {**base, "variant": recipe}) for recipe in recipes]
     for name, variant in peers:
-        python = (peer_python or {}).get(name, sys.executable)
+        python = (peer_python or {}).get(name)
         spec = {**base, "variant": variant}
         if name == "llama.cpp":
             spec["artifact"] = str(artifacts.gguf_file(model, variant, off_grid=off_grid))
@@ -127,7 +127,7 @@ def bench(
     try:
         for row, (worker, python, spec) in zip(rows, specs, strict=True):
             say(f"loading {row.name}")
-            row.process = _start(worker, python, spec)
+            row.process = start(worker, python, spec)
             row.info = row.ask().get("info", {})
             if row.process:
                 row.ask({"prompt": prompts[rounds], "new_tokens": min(4, new_tokens)})
@@ -156,10 +156,11 @@ def bench(
     }
 
 
-def _start(worker: str, python: str, spec: dict[str, Any]) -> subprocess.Popen:
+def start(worker: str, python: str | None, spec: dict[str, Any]) -> subprocess.Popen:
+    """A peer's process; `python` is this one unless said otherwise."""
     script = resources.files("hfaccel.measure").joinpath("peers", "worker.py")
     return subprocess.Popen(
-        [python, str(script), worker, json.dumps(spec)],
+        [python or sys.executable, str(script), worker, json.dumps(spec)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

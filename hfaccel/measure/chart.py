@@ -16,11 +16,7 @@ def bars(rows: list[dict[str, Any]], columns: dict[str, str], title: str, path: 
         columns: key -> heading with its unit.
     Raises: PatchError if matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PatchError("a chart needs matplotlib: pip install 'hfaccel[eval]'") from None
-    figure = Figure(figsize=(3.4 * len(columns), 0.5 * len(rows) + 1.4), layout="constrained")
+    figure = _figure(figsize=(3.4 * len(columns), 0.5 * len(rows) + 1.4), layout="constrained")
     names = [row["recipe"] for row in rows]
     for axis, (key, heading) in zip(
         figure.subplots(1, len(columns), squeeze=False)[0], columns.items(), strict=True
@@ -34,6 +30,55 @@ def bars(rows: list[dict[str, Any]], columns: dict[str, str], title: str, path: 
         axis.spines[["top", "right"]].set_visible(False)
         if axis is not figure.axes[0]:
             axis.set_yticklabels([])
+    return _save(figure, title, path)
+
+
+def points(
+    rows: list[dict[str, Any]],
+    x: tuple[str, str],
+    y: tuple[str, str],
+    title: str,
+    path: str | Path,
+    level: str | None = None,
+) -> Path:
+    """One named point a row: (key, heading with its unit) of both axes; a row without one is left out.
+
+    Args:
+        level: the row of this name is a line at its height instead, as a reference far to the right would be.
+    Raises: PatchError if matplotlib is missing, or no row has both.
+    """
+    drawn = [row for row in rows if row.get(x[0]) is not None and row.get(y[0]) is not None]
+    if not drawn:
+        raise PatchError(f"no row has both {x[1]} and {y[1]}: nothing to draw")
+    figure = _figure(figsize=(6.4, 4.4), layout="constrained")
+    axis = figure.subplots()
+    for i, row in enumerate(drawn):
+        name = f"{row['recipe']} {row[y[0]]:.2f}"
+        if row["recipe"] == level and len(drawn) > 1:
+            axis.axhline(row[y[0]], color="gray", linestyle="--")
+            axis.annotate(
+                name, (0, row[y[0]]), (4, 4), ("axes fraction", "data"), "offset points", fontsize=8
+            )
+            continue
+        axis.scatter(row[x[0]], row[y[0]], color=f"C{i}", zorder=3)
+        axis.annotate(name, (row[x[0]], row[y[0]]), (5, 4), textcoords="offset points", fontsize=8)
+    axis.set_xlabel(x[1])
+    axis.set_ylabel(y[1])
+    axis.margins(x=0.15, y=0.12)
+    axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+    return _save(figure, title, path)
+
+
+def _figure(**options: Any) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise PatchError("a chart needs matplotlib: pip install 'hfaccel[eval]'") from None
+    return Figure(**options)
+
+
+def _save(figure: Any, title: str, path: str | Path) -> Path:
     figure.suptitle(title, fontsize=10)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

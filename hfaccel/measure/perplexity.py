@@ -71,9 +71,9 @@ def perplexity(
     """
     cut = cut_windows(tokenizer, text, windows=windows, window_tokens=window_tokens)
     start, total = time.perf_counter(), 0.0
-    with _evaluating(model):
+    with evaluating(model):
         for ids in _batches(cut, batch, progress, "perplexity"):
-            for row_ids, logits in zip(ids, _logits(model, ids), strict=True):
+            for row_ids, logits in zip(ids, logits_of(model, ids), strict=True):
                 total += nll_sum(logits, row_ids)
     tokens = cut.shape[0] * (window_tokens - 1)
     nll = total / tokens
@@ -102,35 +102,49 @@ def kl(
     stored = isinstance(reference, Sequence)
     if stored and len(reference) < cut.shape[0]:
         raise PatchError(f"reference logits of {len(reference)} windows, {cut.shape[0]} wanted")
-    start, window = time.perf_counter(), 0
-    divergence, same, nll, reference_nll = 0.0, 0, 0.0, 0.0
-    with _evaluating(model), _evaluating(reference):
+    start, window, found = time.perf_counter(), 0, Comparison()
+    with evaluating(model), evaluating(reference):
         for ids in _batches(cut, batch, progress, "kl"):
-            mine = _logits(model, ids)
-            theirs = reference[window : window + len(ids)] if stored else _logits(reference, ids)
+            mine = logits_of(model, ids)
+            theirs = reference[window : window + len(ids)] if stored else logits_of(reference, ids)
             window += len(ids)
             for row_ids, q, p in zip(ids, mine, theirs, strict=True):
-                if q.shape != p.shape:
-                    raise PatchError(
-                        f"logits of shape {list(q.shape)} cannot be compared with {list(p.shape)}: the two "
-                        "differ in vocabulary, or the reference was taken on other windows"
-                    )
-                nll += nll_sum(q, row_ids)
-                reference_nll += nll_sum(p, row_ids)
-                for q_rows, p_rows in zip(q[:-1].split(ROWS), p[:-1].split(ROWS), strict=True):
-                    p_rows = p_rows.to(q_rows.device)
-                    same += int((q_rows.argmax(-1) == p_rows.argmax(-1)).sum())
-                    divergence += _divergence(q_rows.float(), p_rows.float())
-    tokens = cut.shape[0] * (window_tokens - 1)
-    return KLResult(
-        kl=divergence / tokens,
-        top1_agreement=same / tokens,
-        perplexity=_exp(nll / tokens),
-        reference_perplexity=_exp(reference_nll / tokens),
-        tokens=tokens,
-        windows=cut.shape[0],
-        seconds=time.perf_counter() - start,
-    )
+                found.add(q, p, row_ids)
+    return found.result(time.perf_counter() - start)
+
+
+class Comparison:
+    """KL, agreement and both perplexities, added up window by window."""
+
+    def __init__(self) -> None:
+        self.windows, self.tokens, self.same = 0, 0, 0
+        self.divergence, self.nll, self.reference_nll = 0.0, 0.0, 0.0
+
+    def add(self, q: torch.Tensor, p: torch.Tensor, ids: torch.Tensor) -> None:
+        """Logits [T, V] of a model and of its reference on ids [T]. Raises: PatchError if shapes differ."""
+        if q.shape != p.shape:
+            raise PatchError(
+                f"logits of shape {list(q.shape)} cannot be compared with {list(p.shape)}: the two "
+                "differ in vocabulary, or the reference was taken on other windows"
+            )
+        self.windows, self.tokens = self.windows + 1, self.tokens + len(ids) - 1
+        self.nll += nll_sum(q, ids)
+        self.reference_nll += nll_sum(p, ids)
+        for q_rows, p_rows in zip(q[:-1].split(ROWS), p[:-1].split(ROWS), strict=True):
+            p_rows = p_rows.to(q_rows.device)
+            self.same += int((q_rows.argmax(-1) == p_rows.argmax(-1)).sum())
+            self.divergence += divergence(q_rows.float(), p_rows.float())
+
+    def result(self, seconds: float) -> KLResult:
+        return KLResult(
+            kl=self.divergence / self.tokens,
+            top1_agreement=self.same / self.tokens,
+            perplexity=_exp(self.nll / self.tokens),
+            reference_perplexity=_exp(self.reference_nll / self.tokens),
+            tokens=self.tokens,
+            windows=self.windows,
+            seconds=seconds,
+        )
 
 
 def window_logits(
@@ -144,8 +158,8 @@ def window_logits(
     """Logits [T, V] of each window on the CPU, in the model's dtype: the `reference` of a later `kl`."""
     cut = cut_windows(tokenizer, text, windows=windows, window_tokens=window_tokens)
     for ids in cut.split(1):
-        with _evaluating(model):
-            logits = _logits(model, ids)[0].cpu()
+        with evaluating(model):
+            logits = logits_of(model, ids)[0].cpu()
         yield logits
 
 
@@ -173,7 +187,7 @@ def _batches(cut: torch.Tensor, batch: int, progress: bool, what: str) -> Iterat
             advance(len(ids))
 
 
-def _logits(model: Model, ids: torch.Tensor) -> torch.Tensor:
+def logits_of(model: Model, ids: torch.Tensor) -> torch.Tensor:
     if isinstance(model, torch.nn.Module):
         device = next((p.device for p in model.parameters() if p.device.type != "meta"), "cpu")
         logits = model(input_ids=ids.to(device), use_cache=False).logits
@@ -185,7 +199,7 @@ def _logits(model: Model, ids: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _evaluating(model):
+def evaluating(model):
     """No gradients, no dropout; afterwards every module is in the mode it was in."""
     training = [m for m in model.modules() if m.training] if isinstance(model, torch.nn.Module) else []
     for module in training:
@@ -205,7 +219,7 @@ def nll_sum(logits: torch.Tensor, ids: torch.Tensor) -> float:
     return sum(float(F.cross_entropy(x.float(), t, reduction="none").double().sum()) for x, t in rows)
 
 
-def _divergence(q: torch.Tensor, p: torch.Tensor) -> float:
+def divergence(q: torch.Tensor, p: torch.Tensor) -> float:
     """Sum over rows of KL(p || q), of logits [R, V] in fp32."""
     log_q, log_p = q.log_softmax(-1), p.log_softmax(-1)
     # A token that p rules out adds nothing (0 x inf would be NaN), one that q alone rules out adds infinity.

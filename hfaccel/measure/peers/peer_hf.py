@@ -17,13 +17,34 @@ class First:
 
 
 def load(spec):
+    model, info = loaded(spec)
+    return runner(model), info
+
+
+def scorer(spec):
+    model, info = loaded(spec)
+    return rows_of(model), info
+
+
+def loaded(spec):
     import torch
     import transformers
 
     torch.set_num_threads(spec["threads"])
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[spec["variant"]]
     model = transformers.AutoModelForCausalLM.from_pretrained(spec["folder"], dtype=dtype).eval()
-    return runner(model), {"version": transformers.__version__}
+    return model, {"version": transformers.__version__}
+
+
+def rows_of(model):
+    """Ids of one window -> logits [T, V], numpy fp32."""
+    import torch
+
+    def score(ids):
+        with torch.no_grad():
+            return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float().numpy()
+
+    return score
 
 
 def runner(model):

@@ -29,3 +29,24 @@ def load(spec):
         return first, time.perf_counter() - start
 
     return run, {"version": llama_cpp.__version__, "file_bytes": os.path.getsize(spec["artifact"])}
+
+
+def scorer(spec):
+    import llama_cpp
+
+    model = llama_cpp.Llama(
+        spec["artifact"],
+        n_ctx=1024,
+        n_batch=512,
+        n_threads=spec["threads"],
+        n_threads_batch=spec["threads"],
+        logits_all=True,
+        verbose=False,
+    )
+
+    def score(ids):
+        model.reset()
+        model.eval(ids)
+        return model.scores[: len(ids)].copy()
+
+    return score, {"version": llama_cpp.__version__, "model_bytes": os.path.getsize(spec["artifact"])}

@@ -1,8 +1,10 @@
 """One contender in a process of its own: `python worker.py NAME SPEC-AS-JSON`.
 
 Loads `peer_NAME.load(spec)`, says what it is, then answers each line `{"prompt": [[ids]], "new_tokens": n}`
-with `{"first_s", "total_s"}`, one greedy run of exactly n tokens a row. Standard library alone outside of
-the peer, since the peer's environment is another one than ours.
+with `{"first_s", "total_s"}`, one greedy run of exactly n tokens a row. With "logits" in the spec it is
+`peer_NAME.scorer(spec)` that is loaded, and each line `{"ids": [...], "to": file}` is answered with
+`{"shape": [T, V]}` once the file has the logits in fp32. Standard library alone outside of the peer, since
+the peer's environment is another one than ours.
 """
 
 import importlib
@@ -23,10 +25,16 @@ def main() -> None:
 
     try:
         start = time.perf_counter()
-        run, info = importlib.import_module(f"peer_{name}").load(spec)
+        peer = importlib.import_module(f"peer_{name}")
+        run, info = (peer.scorer if spec.get("logits") else peer.load)(spec)
         reply({"info": info, "load_s": time.perf_counter() - start})
         for line in sys.stdin:
             job = json.loads(line)
+            if spec.get("logits"):
+                logits = run(job["ids"])
+                logits.astype("float32", copy=False).tofile(job["to"])
+                reply({"shape": logits.shape})
+                continue
             first, total = run(job["prompt"], job["new_tokens"])
             reply({"first_s": first, "total_s": total})
     except Exception as error:  # whatever a peer raises becomes its row in the table
