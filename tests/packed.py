@@ -17,21 +17,34 @@ LAYOUTS = [
         (16, True, "fp16", 8),
     )
 ]
+LAYOUTS += [Layout(4, *rest, code="nf4") for rest in ((64, True, "double"), (40, True, "fp16", 16), (-1,))]
+LAYOUTS += [Layout(8, code=code, act="token") for code in ("e4m3", "e5m2")]
+LAYOUTS += [Layout(8, act="token"), Layout(8, act="token", act_scale=0.02), Layout(3, 16, False, "double", 16)]
 # M, N, K: ragged rows, short last groups, one element, groups of 128 in 576, nothing
 SHAPES = [(1, 48, 70), (3, 515, 64), (1, 1, 1), (29, 33, 576), (5, 16, 200), (0, 16, 32)]
 
 
 def name(layout: Layout) -> str:
     zero = "sym" if layout.symmetric else "asym"
-    return f"int{layout.bits}-g{layout.group}-{zero}-{layout.scale_dtype}-a{layout.act_bits}"
+    code = layout.code if layout.code != "int" else f"int{layout.bits}"
+    act = f"a{layout.act_bits}" if layout.act == "chunk" else "static" if layout.static else "token"
+    return f"{code}-g{layout.group}-{zero}-{layout.scale_dtype}-{act}"
+
+
+def random_codes(layout: Layout, n: int, k: int) -> torch.Tensor:
+    """Of all that stand for a number."""
+    codes = torch.randint(0, 1 << layout.bits, (n, k), dtype=torch.uint8)
+    if layout.is_float:
+        codes = torch.where(layouts.codebook.values(codes, layout.code).isfinite(), codes, codes & 0x3F)
+    return codes
 
 
 def random_packed(layout: Layout, n: int, k: int) -> tuple:
     """weight, scale, zero of random codes."""
-    codes = torch.randint(0, 1 << layout.bits, (n, k), dtype=torch.uint8)
-    scale = (torch.rand(n, layout.groups(k)) * 0.1 + 0.01).to(layout.dtype)
+    codes = random_codes(layout, n, k)
+    scale = torch.rand(n, layout.groups(k)) * 0.1 + 0.01
     zero = None if layout.symmetric else torch.randint(0, 1 << layout.bits, scale.shape, dtype=torch.uint8)
-    packed = layouts.pack_codes(codes, layout), layouts.pack_rows(scale)
+    packed = layouts.pack_codes(codes, layout), layouts.pack_scales(scale, layout)
     return *packed, None if zero is None else layouts.pack_rows(zero)
 
 

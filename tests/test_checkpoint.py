@@ -13,6 +13,7 @@ from hfaccel.compat import plain_name
 from hfaccel.errors import CheckpointError, PatchError, UnknownName
 from hfaccel.quant.linear import QuantEmbedding, QuantLinear, is_packed
 from hfaccel.report import model_bytes
+from hfaccel_kernels.layouts import Layout
 from saved import config_json, logits, patched, reload, stored
 from tiny import FAMILIES, tiny
 
@@ -161,7 +162,7 @@ RECORD = {
         {
             "kind": "linear",
             "step": "int4",
-            "layout": {"bits": 4, "group": 64, "symmetric": False, "scale_dtype": "fp16", "act_bits": 8},
+            "layout": Layout(4, 64, False, "fp16").to_dict(),
             "modules": {"a.b": "16x64"},
         }
     ],

@@ -27,7 +27,6 @@ from hfaccel.runtime.plan_ops import (
     Route,
 )
 from hfaccel_kernels import native
-from hfaccel_kernels.layouts import ACT_CHUNK
 
 _KINDS = {"f32": 0, "acts": 1, "i32": 2, "out": 3}
 _i32, _i64, _f32, _ptr = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -135,10 +134,9 @@ def weight_struct(matrix: Matrix, expert: int = 0) -> native.Weight:
     if matrix.layout is None:
         w.kind = native.PLAIN[matrix.weight.dtype]
         return w
-    layout = matrix.layout
-    w.kind, w.bits, w.group = native.PACKED, layout.bits, layout.group
-    w.act_bits, w.chunk = layout.act_bits, ACT_CHUNK[layout.act_bits]
-    w.scale, w.scale_dtype = _address(matrix.scale, expert, matrix), native.DTYPES[matrix.scale.dtype]
+    for field, value in native.packed(matrix.layout).items():
+        setattr(w, field, value)
+    w.scale = _address(matrix.scale, expert, matrix)
     if matrix.zero is not None:
         w.zero = _address(matrix.zero, expert, matrix)
     return w

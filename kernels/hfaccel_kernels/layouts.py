@@ -12,31 +12,46 @@ of four activations is one `vpdpbusd` (AVX-512 VNNI) for 16 outputs:
     3     32      192           low two bits: two lines as for 2 bits (quads 0-3, 4-7); high bit: byte
                                 128 + 4*r + i, quad j in bit j (j = 0..7)
 
-Below 8 bits a code is unsigned, 0 .. 2^bits - 1. Asymmetric: w = scale * (code - zero), `zero` a uint8.
-Symmetric: the same with the constant zero 2^(bits-1); at 8 bits the stored code is already signed, w = scale
-* code (asymmetric 8 bits stores code - 128 and zero stays 0..255, so that w = scale * (stored + 128 - zero)).
+What a code stands for is `code`:
+
+    int    below 8 bits unsigned, 0 .. 2^bits - 1. Asymmetric: w = scale * (code - zero), `zero` a uint8.
+           Symmetric: the same with the constant zero 2^(bits-1); at 8 bits the stored code is already signed,
+           w = scale * code (asymmetric 8 bits stores code - 128 and zero stays 0..255, so that w = scale *
+           (stored + 128 - zero)).
+    nf4    4 bits, w = scale * codebook.NF4_LEVELS[code]: integers, so products are those of 8-bit codes
+    e4m3   8 bits, w = scale * the float8 of these bits; `e5m2` likewise. One group a row
+
 A short group is padded to whole steps and a ragged last block to 16 rows; padding codes decode to zero when
 symmetric and are never read back by `unpack`.
 
     weight        uint8 [NB, block_bytes]   NB = ceil(N / 16)
     weight_scale  fp32 or fp16 [NB, G, 16]  G = ceil(K / group), 1 for group -1; padding rows 0
+                  "double": uint8 [NB, ceil(G / 16) * 8 + G * 16], see `double_scales`
     weight_zero   uint8 [NB, G, 16] or None
 
-The arithmetic of a product belongs to the layout as well: activations are quantized per token in chunks
-(`chunks`), symmetric, one fp32 scale a chunk: `act_bits` 8 in chunks of 32 with scale max|x| / 127, or 16 in
-chunks of 64 with scale max|x| / 16256 and the code split into two int8 planes, code = 128 * high + low, -64
-<= low <= 63. Each chunk's int32 dot is exact and is added in fp32 in chunk order. Blocking over tokens, rows
-or threads cannot change a bit of it. 16 bits cost nothing where reading the weights is the limit and twice
-the products where it is not: they are for the few inputs with outliers (queries, keys, values and the head;
-see kernels/README.md for the figures).
+The arithmetic of a product belongs to the layout as well (`act`). "chunk": activations are quantized per
+token in chunks (`chunks`), symmetric, one fp32 scale a chunk: `act_bits` 8 in chunks of 32 with scale max|x|
+/ 127, or 16 in chunks of 64 with scale max|x| / 16256 and the code split into two int8 planes, code = 128 *
+high + low, -64 <= low <= 63. Each chunk's int32 dot is exact and is added in fp32 in chunk order. Blocking
+over tokens, rows or threads cannot change a bit of it. 16 bits cost nothing where reading the weights is the
+limit and twice the products where it is not: they are for the few inputs with outliers (queries, keys, values
+and the head; see kernels/README.md for the figures).
+
+"token", for 8 bits and one group a row: one scale a token, and on every device. Beside `int` max|x| / 127, or
+`act_scale` where that is not 0, int8 codes and one exact int32 dot over K, times the product of both scales.
+Beside float8 max|x| / 448, x / scale rounded to e4m3, whose products with the weights are exact in fp32 and
+are added there: of each four elements of K the first two to one sum, the others to a second.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
 
 import torch
+
+from . import codebook, double_scales
 
 ROWS = 16
 ACT_CHUNK = {8: 32, 16: 64}  # K-elements that share one activation scale, by act_bits
@@ -44,6 +59,8 @@ ACT_TOP = {8: 127, 16: 127 * 128}  # largest activation code
 PEAK_FLOOR = 2.0**-100  # smaller chunks are zeros: the reciprocal must stay finite
 _K_STEP = {8: 4, 4: 8, 3: 32, 2: 16}
 _STEP_BYTES = {8: 64, 4: 64, 3: 192, 2: 64}
+SCALE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "double": torch.uint8}
+CODES = {"int": (8, 4, 3, 2), "nf4": (4,), "e4m3": (8,), "e5m2": (8,)}  # bits of each
 
 
 @dataclass(frozen=True)
@@ -54,8 +71,11 @@ class Layout:
         bits: 8, 4, 3 or 2.
         group: input elements a scale, -1 for one group per output row.
         symmetric: no zero points.
-        scale_dtype: "fp32" or "fp16".
+        scale_dtype: "fp32", "fp16" or "double" (8 bits themselves, with fp32 scales of their own).
         act_bits: 8 or 16, of the activations on CPUs.
+        code: "int", "nf4", "e4m3" or "e5m2".
+        act: "chunk" or "token", whatever shares a scale of the activations.
+        act_scale: that scale, of all tokens; 0: each token's own.
     """
 
     bits: int
@@ -63,6 +83,9 @@ class Layout:
     symmetric: bool = True
     scale_dtype: str = "fp32"
     act_bits: int = 8
+    code: str = "int"
+    act: str = "chunk"
+    act_scale: float = 0.0
 
     def __post_init__(self) -> None:
         if self.bits not in _K_STEP:
@@ -76,19 +99,45 @@ class Layout:
             raise ValueError(
                 f"group={self.group!r}: a positive number of input elements, or -1 for a whole row"
             )
-        if self.scale_dtype not in ("fp32", "fp16"):
-            raise ValueError(f"scale_dtype={self.scale_dtype!r}: known are fp32, fp16")
+        if self.scale_dtype not in SCALE_DTYPES:
+            raise ValueError(f"scale_dtype={self.scale_dtype!r}: known are {', '.join(SCALE_DTYPES)}")
         if self.act_bits not in ACT_CHUNK:
             raise ValueError(f"act_bits={self.act_bits!r}: known are {sorted(ACT_CHUNK)}")
+        if self.code not in CODES:
+            raise ValueError(f"code={self.code!r}: known are {', '.join(CODES)}")
+        if self.bits not in CODES[self.code]:
+            raise ValueError(f"bits={self.bits}: {self.code} has {CODES[self.code][0]}")
+        if self.code != "int" and not self.symmetric:
+            raise ValueError(f"symmetric=False: {self.code} has no zero points")
+        if self.act not in ("chunk", "token"):
+            raise ValueError(f"act={self.act!r}: known are chunk, token")
+        if self.is_float and self.act != "token":
+            raise ValueError(f"act={self.act!r}: {self.code} goes with token")
+        if self.act == "token" and (self.bits, self.group, self.symmetric, self.act_bits) != (8, -1, True, 8):
+            raise ValueError("act='token' goes with 8 bits, symmetric, one group a row, act_bits=8")
+        if not 0 <= self.act_scale < float("inf") or (self.act_scale and not self.static):
+            raise ValueError(f"act_scale={self.act_scale!r}: a positive fp32 number, with int and act='token'")
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float32 if self.scale_dtype == "fp32" else torch.float16
+        """Of the stored scales."""
+        return SCALE_DTYPES[self.scale_dtype]
+
+    @property
+    def is_float(self) -> bool:
+        return self.code in codebook.FLOAT8
+
+    @property
+    def static(self) -> bool:
+        """Whether the activations' scale is fixed."""
+        return self.act_scale != 0 and self.act == "token" and self.code == "int"
 
     @property
     def zero(self) -> int:
-        """The constant zero point of a symmetric grid, in unsigned codes."""
-        return 1 << (self.bits - 1)
+        """The code of a symmetric grid that stands for 0."""
+        if self.code == "int":
+            return 1 << (self.bits - 1)
+        return codebook.NF4_ZERO if self.code == "nf4" else 0
 
     @property
     def k_step(self) -> int:
@@ -111,6 +160,8 @@ class Layout:
 
     def chunks(self, k: int) -> tuple[tuple[int, int], ...]:
         """(start, stop) of each activation chunk: groups cut into pieces of at most ACT_CHUNK[act_bits]."""
+        if self.act == "token":
+            return self.spans(k)
         size = ACT_CHUNK[self.act_bits]
         return tuple(
             (at, min(at + size, stop)) for start, stop in self.spans(k) for at in range(start, stop, size)
@@ -121,10 +172,13 @@ class Layout:
 
     def shapes(self, n: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each stored tensor of an `[n, k]` weight, by its name on the module."""
-        blocks = -(-n // ROWS)
+        blocks, groups = -(-n // ROWS), self.groups(k)
+        scales = (groups, ROWS)
+        if self.scale_dtype == "double":
+            scales = (double_scales.row_bytes(groups),)
         out = {
             "weight": ((blocks, self.block_bytes(k)), torch.uint8),
-            "weight_scale": ((blocks, self.groups(k), ROWS), self.dtype),
+            "weight_scale": ((blocks, *scales), self.dtype),
         }
         if not self.symmetric:
             out["weight_zero"] = ((blocks, self.groups(k), ROWS), torch.uint8)
@@ -135,13 +189,17 @@ class Layout:
         return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.shapes(n, k).values())
 
     def to_dict(self) -> dict:
-        return {
-            "bits": self.bits,
-            "group": self.group,
-            "symmetric": self.symmetric,
-            "scale_dtype": self.scale_dtype,
-            "act_bits": self.act_bits,
-        }
+        return asdict(self)
+
+    @cached_property
+    def text(self) -> str:
+        """The layout as the operators take it; `Layout.parse` reads it back."""
+        return json.dumps(self.to_dict())
+
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def parse(text: str) -> Layout:
+        return Layout(**json.loads(text))
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -164,7 +222,8 @@ def pack_codes(codes: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Pack codes of one weight.
 
     Args:
-        codes: [N, K] uint8, 0 .. 2^bits - 1 (symmetric codes c are passed as c + 2^(bits-1)).
+        codes: [N, K] uint8, 0 .. 2^bits - 1 (symmetric codes c are passed as c + 2^(bits-1); float8 as its
+            bits).
     Returns: uint8 [NB, block_bytes], on the device of `codes`.
     """
     n, k = codes.shape
@@ -178,7 +237,7 @@ def pack_codes(codes: torch.Tensor, layout: Layout) -> torch.Tensor:
     steps = k_pad // layout.k_step
     quads = _words(codes).view(blocks, ROWS, steps, layout.k_step // 4).permute(0, 2, 3, 1)
     if layout.bits == 8:
-        out = quads ^ _each(128)
+        out = quads ^ _each(_flip(layout))
     elif layout.bits == 4:
         out = quads[:, :, 0] | quads[:, :, 1] << 4
     elif layout.bits == 2:
@@ -203,6 +262,11 @@ def _each(byte: int) -> int:
     return byte * 0x01010101 - (1 << 32 if byte > 127 else 0)
 
 
+def _flip(layout: Layout) -> int:
+    """What 8-bit codes are stored with: the sign bit of integers turned over."""
+    return 0 if layout.is_float else 128
+
+
 def _planes2(quads: torch.Tensor) -> torch.Tensor:
     return quads[:, :, 0] | quads[:, :, 1] << 2 | quads[:, :, 2] << 4 | quads[:, :, 3] << 6
 
@@ -213,7 +277,7 @@ def unpack_codes(weight: torch.Tensor, layout: Layout, n: int, k: int) -> torch.
     steps = k_pad // layout.k_step
     lines = _words(weight).view(blocks, steps, -1, ROWS)
     if layout.bits == 8:
-        quads = lines ^ _each(128)
+        quads = lines ^ _each(_flip(layout))
     elif layout.bits == 4:
         quads = torch.cat([lines & _each(15), lines >> 4 & _each(15)], 2)
     elif layout.bits == 2:
@@ -243,31 +307,54 @@ def unpack_rows(packed: torch.Tensor, n: int) -> torch.Tensor:
     return packed.transpose(1, 2).reshape(-1, packed.shape[1])[:n]
 
 
+def pack_scales(scale: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Scales [N, G] of any float dtype as `weight_scale`."""
+    if layout.scale_dtype != "double":
+        return pack_rows(scale.to(layout.dtype))
+    n = scale.shape[0]
+    if n % ROWS:  # the last row again: a tile's extremes are those of real rows
+        scale = torch.cat([scale, scale[-1:].expand(ROWS - n % ROWS, -1)])
+    return double_scales.pack(pack_rows(scale.float()), n % ROWS or ROWS)
+
+
+def scale_rows(scale: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """`weight_scale` as float scales [NB, G, 16]."""
+    return double_scales.unpack(scale) if layout.scale_dtype == "double" else scale
+
+
+def unpack_scales(scale: torch.Tensor, layout: Layout, n: int) -> torch.Tensor:
+    """The scales that `weight_scale` stands for: float [n, G]."""
+    return unpack_rows(scale_rows(scale, layout), n)
+
+
 def dequantize(
     weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, layout: Layout, n: int, k: int
 ) -> torch.Tensor:
-    """The weight itself, fp32 [n, k]: scale * (code - zero)."""
+    """The weight itself, fp32 [n, k]: scale * (code - zero), or scale * what the code stands for."""
     codes = unpack_codes(weight, layout, n, k)
     return dequantize_codes(
-        codes, unpack_rows(scale, n), None if zero is None else unpack_rows(zero, n), layout
+        codes, unpack_scales(scale, layout, n), None if zero is None else unpack_rows(zero, n), layout
     )
 
 
 def dequantize_codes(
     codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, layout: Layout
 ) -> torch.Tensor:
-    """scale * (code - zero) for unsigned codes [n, k], scales and zeros [n, G]; fp32 [n, k]."""
+    """What unsigned codes [n, k], float scales and zeros [n, G] stand for; fp32 [n, k]."""
     k = codes.shape[1]
     group = layout.group_len(k)
-    out = codes.to(torch.float32)
+    integer = layout.code == "int"
+    out = codes.to(torch.float32) if integer else codebook.values(codes, layout.code)
     if layout.groups(k) * group == k:
         grouped = out.view(codes.shape[0], -1, group)
-        grouped -= layout.zero if zero is None else zero.float()[:, :, None]
+        if integer:
+            grouped -= layout.zero if zero is None else zero.float()[:, :, None]
         grouped *= scale.float()[:, :, None]
         return out
     for g, (start, stop) in enumerate(layout.spans(k)):  # the last group is short
-        z = layout.zero if zero is None else zero[:, g : g + 1].float()
-        out[:, start:stop] = (out[:, start:stop] - z) * scale[:, g : g + 1].float()
+        if integer:
+            out[:, start:stop] -= layout.zero if zero is None else zero[:, g : g + 1].float()
+        out[:, start:stop] *= scale[:, g : g + 1].float()
     return out
 
 
@@ -292,10 +379,8 @@ def gather_rows(
     )
     codes = codes.view(flat.numel(), ROWS, k)[:, 0]
 
-    def pick(t):
-        return t[block, :, lane]
-
-    out = dequantize_codes(codes, pick(scale), None if zero is None else pick(zero), layout)
+    scales = scale_rows(scale[block], layout)[torch.arange(len(flat)), :, lane]
+    out = dequantize_codes(codes, scales, None if zero is None else zero[block, :, lane], layout)
     return out.view(*rows.shape, k)
 
 
@@ -307,16 +392,28 @@ def quantize_activations(x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor,
     Returns: codes [M, K] int8 (act_bits 8) or int16 (16), and scales fp32 [M, chunks]; with top = 127 or
         16256: scale = max|x| / top, code = round half to even of x * (1 / max|x| * top), each operation in
         fp32; codes are 0 where max|x| <= PEAK_FLOOR. A NaN or infinity makes the scale one, and with it
-        every output of the token.
+        every output of the token. A fixed scale: code = round(x * (1 / scale)), at most 127. Beside float8
+        top is 448 and the codes are fp32, rounded to what e4m3 holds.
     """
     x = x.float()
     spans, top = layout.chunks(x.shape[1]), ACT_TOP[layout.act_bits]
-    codes = torch.empty(x.shape, dtype=torch.int8 if layout.act_bits == 8 else torch.int16, device=x.device)
+    if layout.is_float:
+        top = int(codebook.E4M3_TOP)
+    dtype = torch.float32 if layout.is_float else torch.int8 if layout.act_bits == 8 else torch.int16
+    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
     scales = torch.empty(x.shape[0], len(spans), device=x.device)
     for c, (start, stop) in enumerate(spans):
         part = x[:, start:stop]
         peak = part.abs().amax(1)
         inverse = torch.where(peak > PEAK_FLOOR, peak.reciprocal() * top, torch.zeros_like(peak))
         scales[:, c] = peak / top
-        codes[:, start:stop] = torch.round(part * inverse[:, None]).clamp_(-top, top).to(codes.dtype)
+        if layout.static:
+            fixed = torch.full_like(peak, layout.act_scale)
+            inverse = fixed.reciprocal()
+            scales[:, c] = torch.where(peak.isfinite(), fixed, torch.nan)
+        scaled = part * inverse[:, None]
+        if layout.is_float:
+            codes[:, start:stop] = codebook.round_e4m3(scaled)
+        else:
+            codes[:, start:stop] = torch.round(scaled).clamp_(-top, top).to(codes.dtype)
     return codes, scales

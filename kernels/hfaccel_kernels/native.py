@@ -34,10 +34,12 @@ from typing import NamedTuple
 
 import torch
 
+from .layouts import ACT_CHUNK, Layout
+
 log = logging.getLogger("hfaccel")
 
 CSRC = Path(__file__).with_name("csrc")
-ABI = 2  # HFA_ABI of csrc/hfa.h
+ABI = 3  # HFA_ABI of csrc/hfa.h
 
 
 class Isa(NamedTuple):
@@ -292,12 +294,31 @@ class Weight(ctypes.Structure):
         ("act_bits", ctypes.c_int32),
         ("scale_dtype", ctypes.c_int32),
         ("bias_dtype", ctypes.c_int32),
+        ("code", ctypes.c_int32),
+        ("act_scale", ctypes.c_float),
     ]
 
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # HfaDtype
+SCALES = {"fp32": 0, "fp16": 2, "double": 3}  # HfaDtype
+CODES = {"int": 0, "nf4": 1, "e4m3": 2, "e5m2": 3}  # HfaCode
 PACKED = 0  # HfaKind
 PLAIN = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+
+
+@cache
+def packed(layout: Layout) -> dict[str, int | float]:
+    """The fields of `Weight` that a packed layout decides."""
+    return {
+        "kind": PACKED,
+        "bits": layout.bits,
+        "group": layout.group,
+        "chunk": 0 if layout.act == "token" else ACT_CHUNK[layout.act_bits],
+        "act_bits": layout.act_bits,
+        "scale_dtype": SCALES[layout.scale_dtype],
+        "code": CODES[layout.code],
+        "act_scale": layout.act_scale,
+    }
 
 
 def _load(path: Path) -> ctypes.CDLL:

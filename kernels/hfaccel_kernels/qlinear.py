@@ -26,8 +26,8 @@ Tensor = torch.Tensor
 
 _library = torch.library.Library("hfaccel", "DEF")
 _library.define(
-    "qlinear(Tensor x, Tensor weight, Tensor scale, Tensor? zero, Tensor? bias, int bits, int group,"
-    " int act_bits, int n, int k) -> Tensor"
+    "qlinear(Tensor x, Tensor weight, Tensor scale, Tensor? zero, Tensor? bias, str layout, int n, int k)"
+    " -> Tensor"
 )
 
 
@@ -52,9 +52,7 @@ def qlinear(
     """
     if _unwatched(x, bias):
         return _qlinear_run(x, weight, scale, zero, bias, layout, n, k)
-    return torch.ops.hfaccel.qlinear(
-        x, weight, scale, zero, bias, layout.bits, layout.group, layout.act_bits, n, k
-    )
+    return torch.ops.hfaccel.qlinear(x, weight, scale, zero, bias, layout.text, n, k)
 
 
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -111,10 +109,13 @@ def qlinear_reference(
     k: int,
     quantize: bool | None = None,
 ) -> Tensor:
-    """The specification in plain PyTorch, fp32. `quantize`: x as on CPUs (default: on a CPU only)."""
+    """The specification in plain PyTorch, fp32. `quantize`: x as on CPUs (default: on a CPU only, and wherever
+    a scale of x belongs to a token)."""
     w = layouts.dequantize(weight, scale, zero, layout, n, k)
     rows = x.reshape(-1, k).float()
-    if quantize if quantize is not None else x.device.type == "cpu":
+    if quantize is None:
+        quantize = x.device.type == "cpu" or layout.act == "token"
+    if quantize:
         codes, scales = layouts.quantize_activations(rows, layout)
         lengths = torch.tensor([stop - start for start, stop in layout.chunks(k)], device=x.device)
         rows = codes * scales.repeat_interleave(lengths, 1, output_size=k)
@@ -156,14 +157,8 @@ def qlinear_native(
         None if bias is None else bias.data_ptr(),
         n,
         k,
-        0,
-        native.PACKED,
-        layout.bits,
-        layout.group,
-        layouts.ACT_CHUNK[layout.act_bits],
-        layout.act_bits,
-        native.DTYPES[scale.dtype],
-        0 if bias is None else native.DTYPES[bias.dtype],
+        **native.packed(layout),
+        bias_dtype=0 if bias is None else native.DTYPES[bias.dtype],
     )
     return _linear(described, x, n, k)
 
@@ -180,12 +175,7 @@ def plain_linear_native(x: Tensor, weight: Tensor, bias: Tensor | None = None) -
         k,
         weight.stride(0),
         native.PLAIN[weight.dtype],
-        0,
-        -1,
-        32,
-        8,
-        0,
-        0 if bias is None else native.DTYPES[bias.dtype],
+        bias_dtype=0 if bias is None else native.DTYPES[bias.dtype],
     )
     return _linear(described, x, n, k)
 
@@ -259,18 +249,14 @@ def _usable_bias(bias: Tensor | None) -> Tensor | None:
     return bias.float().contiguous()
 
 
-def _layout(bits: int, group: int, act_bits: int, scale: Tensor, zero: Tensor | None) -> Layout:
-    return Layout(bits, group, zero is None, "fp16" if scale.dtype == torch.float16 else "fp32", act_bits)
-
-
 def _qlinear_run(x, weight, scale, zero, bias, layout, n, k):
     _check(x, weight, scale, zero, bias, layout, n, k)
     backend = dispatch.choose("qlinear", x.device.type, x.dtype, layout)
     return backend.function(x, weight, scale, zero, _usable_bias(bias), layout, n, k)
 
 
-def _qlinear_op(x, weight, scale, zero, bias, bits, group, act_bits, n, k):
-    return _qlinear_run(x, weight, scale, zero, bias, _layout(bits, group, act_bits, scale, zero), n, k)
+def _qlinear_op(x, weight, scale, zero, bias, layout, n, k):
+    return _qlinear_run(x, weight, scale, zero, bias, Layout.parse(layout), n, k)
 
 
 _library.impl("qlinear", _qlinear_op, "CPU")
@@ -278,14 +264,14 @@ _library.impl("qlinear", _qlinear_op, "CUDA")
 
 
 @torch.library.register_fake("hfaccel::qlinear", lib=_library)
-def _(x, weight, scale, zero, bias, bits, group, act_bits, n, k):
+def _(x, weight, scale, zero, bias, layout, n, k):
     _one_device("qlinear", x, weight, scale, zero, bias)
     return x.new_empty(*x.shape[:-1], n)
 
 
 def _qlinear_save(ctx, inputs, output):
-    x, weight, scale, zero, bias, bits, group, act_bits, ctx.n, ctx.k = inputs
-    ctx.layout = _layout(bits, group, act_bits, scale, zero)
+    x, weight, scale, zero, bias, layout, ctx.n, ctx.k = inputs
+    ctx.layout = Layout.parse(layout)
     ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
     ctx.save_for_backward(weight, scale, zero)
 
@@ -299,7 +285,7 @@ def _qlinear_backward(ctx, grad):
         to_x = (grad.to(exact) @ w.to(exact)).to(ctx.x_dtype)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[4]:
         to_bias = grad.reshape(-1, ctx.n).sum(0).to(ctx.bias_dtype)
-    return to_x, None, None, None, to_bias, None, None, None, None, None
+    return to_x, None, None, None, to_bias, None, None, None
 
 
 torch.library.register_autograd(

@@ -1,7 +1,6 @@
 // Runs hfa_linear on cases read from a file: for instruction sets that this process cannot load (test_neon.py).
-//   case:  15 int64 (kind, n, k, ld, bits, group, chunk, act_bits, scale_dtype, bias_dtype, x_dtype, y_dtype, m,
-//          y bytes, 0), then five arrays (data, scale, zero, bias, x), each an int64 length in bytes and its bytes;
-//          length 0 is NULL
+//   case:  an HfaWeight with pointers of no meaning, three int64 (dtype of x and y, m, y bytes), then five arrays
+//          (data, scale, zero, bias, x), each an int64 length in bytes and its bytes; length 0 is NULL
 //   output: the y of each case
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,19 +20,17 @@ int main(int, char** names) {
     FILE* in = fopen(names[1], "rb");
     FILE* out = fopen(names[2], "wb");
     if (!in || !out) return 2;
-    int64_t f[15];
-    while (fread(f, 8, 15, in) == 15) {
-        HfaWeight w{};
+    HfaWeight w;
+    int64_t f[3];
+    while (fread(&w, sizeof w, 1, in) == 1 && fread(f, 8, 3, in) == 3) {
         w.data = array(in);
         w.scale = array(in);
         w.zero = static_cast<const uint8_t*>(array(in));
         w.bias = array(in);
         void* x = array(in);
-        w.kind = f[0], w.n = f[1], w.k = f[2], w.ld = f[3], w.bits = f[4], w.group = f[5], w.chunk = f[6];
-        w.act_bits = f[7], w.scale_dtype = f[8], w.bias_dtype = f[9];
-        void* y = calloc(1, f[13] + 64);
-        if (hfa_linear(&w, x, f[10], w.k, f[12], y, f[11], w.n, 1)) return 3;
-        fwrite(y, 1, f[13], out);
+        void* y = calloc(1, f[2] + 64);
+        if (hfa_linear(&w, x, f[0], w.k, f[1], y, f[0], w.n, 1)) return 3;
+        fwrite(y, 1, f[2], out);
     }
     return fclose(out);
 }

@@ -3,7 +3,8 @@ import torch
 
 from hfaccel_kernels import layouts
 from hfaccel_kernels.layouts import Layout
-from packed import LAYOUTS, SHAPES, name, random_packed
+from hfaccel_kernels.codebook import FLOAT8, NF4
+from packed import LAYOUTS, SHAPES, name, random_codes, random_packed
 
 GRIDS = sorted({(n, k) for _, n, k in SHAPES})
 
@@ -18,7 +19,7 @@ def by_the_docstring(weight: torch.Tensor, layout: Layout, k: int, row: int, at:
     line = weight[row // 16, step * step_bytes : (step + 1) * step_bytes].tolist()
     byte = 4 * (row % 16) + i
     if layout.bits == 8:
-        return line[byte] ^ 128
+        return line[byte] if layout.code in ("e4m3", "e5m2") else line[byte] ^ 128
     if layout.bits == 4:
         return line[byte] >> 4 * j & 15
     if layout.bits == 2:
@@ -56,21 +57,30 @@ def test_bytes_are_the_arithmetic_of_bits_where_nothing_is_padded():
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name)
 def test_dequantize_is_scale_times_code_minus_zero(layout):
     n, k = 37, 200
-    codes = torch.randint(0, 1 << layout.bits, (n, k), dtype=torch.uint8)
+    codes = random_codes(layout, n, k)
     groups = layout.groups(k)
-    scale = torch.rand(n, groups).to(layout.dtype)
+    scale = torch.rand(n, groups).to(torch.float16 if layout.scale_dtype == "fp16" else torch.float32)
     zero = None if layout.symmetric else torch.randint(0, 1 << layout.bits, (n, groups), dtype=torch.uint8)
     got = layouts.dequantize(
         layouts.pack_codes(codes, layout),
-        layouts.pack_rows(scale),
+        packed_scale := layouts.pack_scales(scale, layout),
         None if zero is None else layouts.pack_rows(zero),
         layout,
         n,
         k,
     )
     group_of = [0] * k if layout.group == -1 else [at // layout.group for at in range(k)]
-    z = 1 << (layout.bits - 1) if zero is None else zero.float()[:, group_of]
-    assert torch.equal(got, (codes.float() - z) * scale.float()[:, group_of])
+    if layout.scale_dtype == "double":
+        step = (scale.max() - scale.min()) / 255 * 0.501
+        scale, exact = layouts.unpack_scales(packed_scale, layout, n), scale
+        assert (scale - exact).abs().max() <= step
+    if layout.code == "int":
+        value = codes.float() - (1 << (layout.bits - 1) if zero is None else zero.float()[:, group_of])
+    elif layout.code == "nf4":
+        value = torch.tensor([round(127 * level) for level in NF4])[codes.long()].float()
+    else:
+        value = codes.view(FLOAT8[layout.code]).float()
+    assert torch.equal(got, value * scale.float()[:, group_of])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name)
@@ -101,7 +111,8 @@ def test_chunks_never_cross_a_group():
     for layout in LAYOUTS:
         at = 0
         for start, stop in layout.chunks(576):
-            assert start == at and 0 < stop - start <= layouts.ACT_CHUNK[layout.act_bits]
+            longest = 576 if layout.act == "token" else layouts.ACT_CHUNK[layout.act_bits]
+            assert start == at and 0 < stop - start <= longest
             if layout.group != -1:
                 assert start // layout.group == (stop - 1) // layout.group
             at = stop
@@ -117,8 +128,22 @@ def test_chunks_never_cross_a_group():
         ({"bits": 4, "group": -2}, "group=-2"),
         ({"bits": 4, "scale_dtype": "bf16"}, "bf16"),
         ({"bits": 4, "act_bits": 4}, "act_bits=4"),
+        ({"bits": 4, "code": "fp4"}, "code='fp4'"),
+        ({"bits": 8, "code": "nf4"}, "nf4 has 4"),
+        ({"bits": 4, "code": "nf4", "symmetric": False}, "nf4 has no zero points"),
+        ({"bits": 8, "code": "e4m3"}, "e4m3 goes with token"),
+        ({"bits": 8, "act": "row"}, "act='row'"),
+        ({"bits": 4, "act": "token"}, "goes with 8 bits"),
+        ({"bits": 8, "act": "token", "group": 64}, "one group a row"),
+        ({"bits": 8, "act_scale": 0.5}, "act_scale=0.5"),
+        ({"bits": 8, "act": "token", "act_scale": float("nan")}, "act_scale=nan"),
     ],
 )
 def test_a_layout_refuses_what_it_cannot_be(bad, word):
     with pytest.raises(ValueError, match=word):
         Layout(**bad)
+
+
+def test_a_layout_survives_its_text():
+    for layout in LAYOUTS:
+        assert Layout.parse(layout.text) == layout

@@ -29,18 +29,10 @@ def pointer(tensor):
 def describe(layout: Layout, n, k, weight, scale, zero, bias=None) -> native.Weight:
     return native.Weight(
         *map(pointer, (weight, scale, zero, bias)),
-        *(
-            n,
-            k,
-            0,
-            native.PACKED,
-            layout.bits,
-            layout.group,
-            layouts.ACT_CHUNK[layout.act_bits],
-            layout.act_bits,
-        ),
-        native.DTYPES[scale.dtype],
-        native.DTYPES[bias.dtype] if bias is not None else 0,
+        n,
+        k,
+        **native.packed(layout),
+        bias_dtype=native.DTYPES[bias.dtype] if bias is not None else 0,
     )
 
 
@@ -49,7 +41,7 @@ def describe_plain(weight: torch.Tensor, bias=None) -> native.Weight:
     bias_dtype = native.DTYPES[bias.dtype] if bias is not None else 0
     return native.Weight(
         weight.data_ptr(), None, None, pointer(bias), n, k, weight.stride(0), native.PLAIN[weight.dtype],
-        0, -1, 32, 8, 0, bias_dtype,
+        bias_dtype=bias_dtype,
     )  # fmt: skip
 
 

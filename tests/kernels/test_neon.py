@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hfaccel_kernels import layouts, native
+from hfaccel_kernels import native
 from packed import LAYOUTS, SHAPES, random_packed
 
 CROSS, QEMU = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
@@ -31,20 +31,17 @@ def cases():
             for dtype in (torch.float32, torch.bfloat16):
                 x, bias = torch.randn(m, k).to(dtype), torch.randn(n).to(dtype)
                 weight = random_packed(layout, n, k)
-                chunk = layouts.ACT_CHUNK[layout.act_bits]
-                fields = (native.PACKED, n, k, 0, layout.bits, layout.group, chunk, layout.act_bits)
-                yield fields, weight, bias, x, native.DTYPES[layout.dtype]
+                yield {"n": n, "k": k, **native.packed(layout)}, weight, bias, x
     for dtype in native.PLAIN:
         for m, n, k in [*SHAPES[1:5], (3, 3, 33)]:
             x, bias = torch.randn(m, k).half(), torch.randn(n).to(dtype)
             weight = torch.randn(n, k).to(dtype)
-            yield (native.PLAIN[dtype], n, k, k, 0, -1, 32, 8), (weight, None, None), bias, x, 0
+            yield {"n": n, "k": k, "ld": k, "kind": native.PLAIN[dtype]}, (weight, None, None), bias, x
 
 
-def here(fields, weight, bias, x, scale_dtype) -> torch.Tensor:
-    kind, n, k, ld, *rest = fields
-    pointers = [None if t is None else t.data_ptr() for t in (*weight, bias)]
-    w = native.Weight(*pointers, n, k, ld, kind, *rest, scale_dtype, native.DTYPES[bias.dtype])
+def here(w: native.Weight, weight, bias, x) -> torch.Tensor:
+    w.data, w.scale, w.zero, w.bias = (None if t is None else t.data_ptr() for t in (*weight, bias))
+    n, k = w.n, w.k
     y = torch.empty(x.shape[0], n, dtype=x.dtype)
     dtype = native.DTYPES[x.dtype]
     native.library().hfa_linear(
@@ -73,12 +70,11 @@ def driver(tmp_path_factory) -> Path:
 def test_values_are_those_of_this_machine(driver, tmp_path):
     want = []
     with open(tmp_path / "in", "wb") as file:
-        for fields, weight, bias, x, scale_dtype in cases():
-            y = here(fields, weight, bias, x, scale_dtype)
+        for fields, weight, bias, x in cases():
+            w = native.Weight(**fields, bias_dtype=native.DTYPES[bias.dtype])
+            y = here(w, weight, bias, x)
             want.append(y)
-            x_dtype = native.DTYPES[x.dtype]
-            rest = (scale_dtype, native.DTYPES[bias.dtype], x_dtype, x_dtype, x.shape[0], y.nbytes, 0)
-            file.write(struct.pack("15q", *fields, *rest))
+            file.write(bytes(w) + struct.pack("3q", native.DTYPES[x.dtype], x.shape[0], y.nbytes))
             for tensor in (*weight, bias, x):
                 file.write(raw(tensor))
     subprocess.run([QEMU, str(driver), str(tmp_path / "in"), str(tmp_path / "out")], check=True, timeout=250)

@@ -118,7 +118,7 @@ def test_the_operators_are_well_formed():
     # The gradient is the straight-through one, so it is not that of finite differences; see the tests above.
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(
-        torch.ops.hfaccel.qlinear.default, (x, weight, scale, zero, bias, 4, 64, 8, n, k), test_utils=tests
+        torch.ops.hfaccel.qlinear.default, (x, weight, scale, zero, bias, INT4.text, n, k), test_utils=tests
     )
 
 

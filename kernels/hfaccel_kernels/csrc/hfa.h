@@ -8,17 +8,20 @@
 #include <stdint.h>
 
 #define HFA_EXPORT extern "C" __attribute__((visibility("default")))
-#define HFA_ABI 2  // native.py refuses a library that says another number
+#define HFA_ABI 3  // native.py refuses a library that says another number
 
-enum HfaDtype { HFA_F32 = 0, HFA_BF16 = 1, HFA_F16 = 2 };
+enum HfaDtype { HFA_F32 = 0, HFA_BF16 = 1, HFA_F16 = 2, HFA_DOUBLE = 3 };  // the last: of scales, double_scales.py
 
 // kind: HFA_PACKED is a layout of layouts.py (activations become int8); the others are row-major [n, k] matrices read
 // in place, times fp32 activations.
 enum HfaKind { HFA_PACKED = 0, HFA_PLAIN_F32 = 1, HFA_PLAIN_BF16 = 2, HFA_PLAIN_F16 = 3 };
 
+// What a packed code stands for (codebook.py).
+enum HfaCode { HFA_INT = 0, HFA_NF4 = 1, HFA_E4M3 = 2, HFA_E5M2 = 3 };
+
 struct HfaWeight {
     const void* data;       // packed: [NB, block_bytes]; plain: [n, ld]
-    const void* scale;      // packed: [NB, G, 16]; else NULL
+    const void* scale;      // packed: [NB, G, 16], or of HFA_DOUBLE [NB, bytes]; else NULL
     const uint8_t* zero;    // packed and asymmetric: [NB, G, 16]; else NULL
     const void* bias;       // [n] or NULL
     int64_t n, k;           // out, in
@@ -26,15 +29,20 @@ struct HfaWeight {
     int32_t kind;           // HfaKind
     int32_t bits;           // packed: 8, 4, 3, 2
     int32_t group;          // packed: K-elements a scale serves; -1 = k
-    int32_t chunk;          // packed: layouts.ACT_CHUNK[act_bits]: 32 for 8 bits, 64 for 16
+    int32_t chunk;          // packed: layouts.ACT_CHUNK[act_bits]: 32 for 8 bits, 64 for 16; 0: the whole row
     int32_t act_bits;       // packed: 8 or 16
-    int32_t scale_dtype;    // HFA_F32 or HFA_F16
+    int32_t scale_dtype;    // HFA_F32, HFA_F16 or HFA_DOUBLE
     int32_t bias_dtype;     // HfaDtype
+    int32_t code;           // packed: HfaCode
+    float act_scale;        // chunk 0: the scale of the activations, or 0: max|x| / top
 };
 
 // Activations of `m` tokens, quantized by hfa_quantize_rows. Chunks follow each other, the last one of a group padded
 // with zeros to 32 codes. The layout depends on (k, act_bits, chunk, group) alone, and not even on the group where it
 // is a multiple of the chunk: weights for which k and hfa_acts_key are equal share one.
+//
+// Beside float8 the codes are floats that e4m3 holds, each four in the order 0, 2, 1, 3, rows filled up with zeros to
+// sixteen; ldq counts bytes there too.
 struct HfaActs {
     int8_t* codes;          // [m, ldq]; act_bits 16: the high plane, code = 128 * high + low, -64 <= low <= 63
     int8_t* low;            // [m, ldq] of act_bits 16; else NULL

@@ -25,40 +25,64 @@ inline void finish(const HfaWeight* w, const Out& out, int64_t token, int64_t ro
     store_as(out.y, at, out.dtype, v, rows);
 }
 
+// What the tiles of a format run: of T tokens from `token` on, 16 rows.
+template <int FORMAT, bool ASYM, bool WIDE> struct Integers {
+    static constexpr int most = WIDE ? kTileTokens * 2 / 3 : kTileTokens;
+    template <int T>
+    static inline void dot(const HfaWeight* w, const uint8_t* data, const void* scale, const uint8_t* zero,
+                           const HfaActs* acts, int64_t token, Vf* out) {
+        block_dot<FORMAT, ASYM, WIDE, T>(w, data, scale, zero, acts, token, out);
+    }
+};
+struct PerToken {
+    static constexpr int most = kTileTokens;
+    template <int T>
+    static inline void dot(const HfaWeight* w, const uint8_t* data, const void* scale, const uint8_t*,
+                           const HfaActs* acts, int64_t token, Vf* out) {
+        token_dot<T>(w, data, scale, acts, token, out);
+    }
+};
+template <bool E5M2> struct Floats {
+    static constexpr int most = kTileTokens;
+    template <int T>
+    static inline void dot(const HfaWeight* w, const uint8_t* data, const void* scale, const uint8_t*,
+                           const HfaActs* acts, int64_t token, Vf* out) {
+        float_dot<E5M2, T>(w, data, scale, acts, token, out);
+    }
+};
+
 using BlockFn = void (*)(const HfaWeight*, const uint8_t*, const void*, const uint8_t*, const HfaActs*, int64_t,
                          const Out&, int64_t, int);
 
-template <int BITS, bool ASYM, bool WIDE, int T>
+template <class Format, int T>
 void packed_tile(const HfaWeight* w, const uint8_t* data, const void* scale, const uint8_t* zero, const HfaActs* acts,
                  int64_t token, const Out& out, int64_t row, int rows) {
     Vf v[T];
-    block_dot<BITS, ASYM, WIDE, T>(w, data, scale, zero, acts, token, v);
+    Format::template dot<T>(w, data, scale, zero, acts, token, v);
     for (int t = 0; t < T; ++t) finish(w, out, token + t, row, rows, v[t]);
 }
 
 // Tokens of a tile: 12, 8, 4, 2 or 1, as many as the registers of the instruction set hold.
-template <bool WIDE> constexpr int kMost = WIDE ? kTileTokens * 2 / 3 : kTileTokens;
-
-template <int BITS, bool ASYM, bool WIDE, int T> int tile_if(int64_t left, BlockFn* fn) {
-    if constexpr (T > kMost<WIDE> && T > 1) return 0;
+template <class Format, int T> int tile_if(int64_t left, BlockFn* fn) {
+    if constexpr (T > Format::most && T > 1) return 0;
     else {
         if (left < T) return 0;
-        *fn = packed_tile<BITS, ASYM, WIDE, T>;
+        *fn = packed_tile<Format, T>;
         return T;
     }
 }
-template <int BITS, bool ASYM, bool WIDE> int tile(int64_t left, BlockFn* fn) {
-    if (const int t = tile_if<BITS, ASYM, WIDE, 12>(left, fn)) return t;
-    if (const int t = tile_if<BITS, ASYM, WIDE, 8>(left, fn)) return t;
-    if (const int t = tile_if<BITS, ASYM, WIDE, 4>(left, fn)) return t;
-    if (const int t = tile_if<BITS, ASYM, WIDE, 2>(left, fn)) return t;
-    return tile_if<BITS, ASYM, WIDE, 1>(left, fn);
+template <class Format> int tile(int64_t left, BlockFn* fn) {
+    if (const int t = tile_if<Format, 12>(left, fn)) return t;
+    if (const int t = tile_if<Format, 8>(left, fn)) return t;
+    if (const int t = tile_if<Format, 4>(left, fn)) return t;
+    if (const int t = tile_if<Format, 2>(left, fn)) return t;
+    return tile_if<Format, 1>(left, fn);
 }
 
 // Tokens whose codes stay in the second-level cache while all weights pass by.
 constexpr int64_t kActBytes = 384 << 10;
 
-template <int BITS, bool ASYM, bool WIDE>
+template <class Format>
 void packed(const HfaWeight* w, const HfaActs* acts, int64_t m, const Out& out, int tid, int nthreads) {
     const int64_t blocks = (w->n + 15) / 16;
     const PackedShape shape(*w);
@@ -71,25 +95,25 @@ void packed(const HfaWeight* w, const HfaActs* acts, int64_t m, const Out& out, 
         const int64_t last = first + span < m ? first + span : m;
         const uint8_t* data = static_cast<const uint8_t*>(w->data) + b * shape.block_bytes;
         const void* scale = static_cast<const uint8_t*>(w->scale) + shape.scales_at(*w, b);
-        const uint8_t* zero = ASYM ? w->zero + shape.zeros_at(b) : nullptr;
+        const uint8_t* zero = w->zero ? w->zero + shape.zeros_at(b) : nullptr;
         const int rows = w->n - b * 16 < 16 ? (int)(w->n - b * 16) : 16;
         for (int64_t t = first; t < last;) {
             BlockFn fn;
-            const int n = tile<BITS, ASYM, WIDE>(last - t, &fn);
+            const int n = tile<Format>(last - t, &fn);
             fn(w, data, scale, zero, acts, t, out, b * 16, rows);
             t += n;
         }
     }
 }
 
-template <int BITS>
-void packed_bits(const HfaWeight* w, const HfaActs* acts, int64_t m, const Out& out, int tid, int nthreads) {
+template <int FORMAT>
+void integers(const HfaWeight* w, const HfaActs* acts, int64_t m, const Out& out, int tid, int nthreads) {
     if (w->act_bits == 16) {
-        if (w->zero) packed<BITS, true, true>(w, acts, m, out, tid, nthreads);
-        else packed<BITS, false, true>(w, acts, m, out, tid, nthreads);
+        if (w->zero) packed<Integers<FORMAT, true, true>>(w, acts, m, out, tid, nthreads);
+        else packed<Integers<FORMAT, false, true>>(w, acts, m, out, tid, nthreads);
     } else {
-        if (w->zero) packed<BITS, true, false>(w, acts, m, out, tid, nthreads);
-        else packed<BITS, false, false>(w, acts, m, out, tid, nthreads);
+        if (w->zero) packed<Integers<FORMAT, true, false>>(w, acts, m, out, tid, nthreads);
+        else packed<Integers<FORMAT, false, false>>(w, acts, m, out, tid, nthreads);
     }
 }
 
@@ -101,11 +125,19 @@ HFA_EXPORT void hfa_matmul(const HfaWeight* w, const HfaActs* acts, const float*
     using namespace hfa;
     const Out out{y, ldy, y_dtype};
     if (w->kind != HFA_PACKED) return plain(w, x, ldx, m, y, y_dtype, ldy, tid, nthreads);
+    switch (w->code) {
+        case HFA_NF4:
+            if (w->act_bits == 16) return packed<Integers<kNf4, false, true>>(w, acts, m, out, tid, nthreads);
+            return packed<Integers<kNf4, false, false>>(w, acts, m, out, tid, nthreads);
+        case HFA_E4M3: return packed<Floats<false>>(w, acts, m, out, tid, nthreads);
+        case HFA_E5M2: return packed<Floats<true>>(w, acts, m, out, tid, nthreads);
+    }
+    if (w->chunk == 0) return packed<PerToken>(w, acts, m, out, tid, nthreads);
     switch (w->bits) {
-        case 8: return packed_bits<8>(w, acts, m, out, tid, nthreads);
-        case 4: return packed_bits<4>(w, acts, m, out, tid, nthreads);
-        case 3: return packed_bits<3>(w, acts, m, out, tid, nthreads);
-        case 2: return packed_bits<2>(w, acts, m, out, tid, nthreads);
+        case 8: return integers<8>(w, acts, m, out, tid, nthreads);
+        case 4: return integers<4>(w, acts, m, out, tid, nthreads);
+        case 3: return integers<3>(w, acts, m, out, tid, nthreads);
+        case 2: return integers<2>(w, acts, m, out, tid, nthreads);
     }
 }
 

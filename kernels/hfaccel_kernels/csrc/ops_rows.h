@@ -5,6 +5,7 @@
 // as (0 + 1) + (2 + 3) and then by reduce_add: a row's bits depend on its width alone.
 #pragma once
 
+#include "matmul_packed.h"
 #include "ops_math.h"
 #include "packed_shape.h"
 #include "plan.h"
@@ -27,6 +28,21 @@ static inline int packed_code(const uint8_t* step, int bits, int row, int at) {
     }
 }
 
+// What it stands for, in units of the scale.
+static inline float packed_value(const HfaWeight& w, const uint8_t* step, int row, int at, int zero) {
+    static constexpr int8_t levels[16] = {HFA_NF4_LEVELS(0)};
+    switch (w.code) {
+        case HFA_INT: return (float)(packed_code(step, w.bits, row, at) - zero);
+        case HFA_NF4: return levels[packed_code(step, 4, row, at)];
+    }
+    const int code = step[4 * row + at], mantissa_bits = w.code == HFA_E4M3 ? 3 : 2;
+    const int magnitude = code & 0x7f, exponent = magnitude >> mantissa_bits, hidden = 1 << mantissa_bits;
+    const int mantissa = magnitude % hidden + (exponent ? hidden : 0);
+    const int bias = (1 << (6 - mantissa_bits)) - 1 + mantissa_bits;
+    const float size = ldexpf((float)mantissa, (exponent ? exponent : 1) - bias);
+    return code & 0x80 ? -size : size;
+}
+
 // Row `id` of a table: out[k] = multiplier * table[id, k].
 static inline void embed_row(const HfaWeight& w, int64_t id, float multiplier, float* out) {
     if (w.kind != HFA_PACKED) {
@@ -44,12 +60,12 @@ static inline void embed_row(const HfaWeight& w, int64_t id, float multiplier, f
     for (int64_t g = 0; g < shape.groups; ++g) {
         const int64_t start = g * shape.group, stop = start + shape.group < w.k ? start + shape.group : w.k;
         float lanes[16];
-        store(lanes, load_as(w.scale, (block * shape.groups + g) * 16, w.scale_dtype));
+        store(lanes, load_scale(static_cast<const uint8_t*>(w.scale) + shape.scales_at(w, block), g, w.scale_dtype));
         const float scale = lanes[row];
         const int zero = w.zero ? w.zero[shape.zeros_at(block) + g * 16 + row] : 1 << (w.bits - 1);
         for (int64_t k = start; k < stop; k += shape.step, data += shape.step_bytes)
             for (int i = 0; i < shape.step && k + i < stop; ++i)
-                out[k + i] = (float)(packed_code(data, w.bits, row, i) - zero) * scale * multiplier;
+                out[k + i] = packed_value(w, data, row, i, zero) * scale * multiplier;
     }
 }
 

@@ -6,6 +6,8 @@
 
 namespace hfa {
 
+constexpr int64_t kTileGroups = 16, kHeadBytes = 8;  // double_scales.py
+
 struct PackedShape {
     int64_t group, groups;      // K-elements a scale serves, groups of a row
     int64_t step, step_bytes;   // K-elements and bytes of one step of 16 rows
@@ -21,6 +23,8 @@ struct PackedShape {
     }
     // Bytes before the scales and zero points of a block.
     int64_t scales_at(const HfaWeight& w, int64_t block) const {
+        if (w.scale_dtype == HFA_DOUBLE)
+            return block * ((groups + kTileGroups - 1) / kTileGroups * kHeadBytes + groups * 16);
         return block * groups * 16 * (w.scale_dtype == HFA_F32 ? 4 : 2);
     }
     int64_t zeros_at(int64_t block) const { return block * groups * 16; }

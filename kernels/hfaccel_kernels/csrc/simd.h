@@ -5,6 +5,10 @@
 //   Vf  16 floats        Vi  16 int32        Vb  a line of 64 bytes: 16 rows x 4 codes (layouts.py)
 //   dot4(acc, codes, quad)   acc[r] += sum_i codes[4r + i] * quad[i]; codes below 8 bits are unsigned. At 8 bits
 //                            the line goes through codes8() first, and kCode8Zero is the code that stands for 0.
+//   nf4(nibbles)             what codes8() would give of the levels of 64 NF4 codes
+//   fp8_line<E5M2>(p, out)   a line of float8 as fp16 arithmetic has it (e4m3: 2^-8 times the value): lanes 2r, 2r + 1
+//                            hold codes 0, 2 of rows r (out[0]) and 8 + r (out[1]), codes 1, 3 (out[2], out[3])
+//   add_pairs(a, b)          lanes 2r + (2r + 1) of a, then of b; splat2(p): p[0], p[1], p[0], ...
 //   kTileTokens              tokens whose accumulators fit the registers; kPlainRows x kPlainTokens likewise
 //   kUnroll                  steps of a packed weight that few tokens unroll
 #pragma once
@@ -14,6 +18,10 @@
 #include <string.h>
 
 #include "hfa.h"
+
+#define HFA_NF4_LEVELS(z)  /* codebook.NF4_LEVELS + z */ \
+    z - 127, z - 88, z - 67, z - 50, z - 36, z - 23, z - 12, z, z + 10, z + 20, z + 31, z + 43, z + 56, z + 71, \
+        z + 92, z + 127
 
 // A macro: GCC takes an inline function that only prefetches for one without effects, and drops its calls.
 #define HFA_PREFETCH(p) __builtin_prefetch(p)

@@ -2,8 +2,8 @@
 
 #include <immintrin.h>
 
-// Two registers a value. Codes below 8 bits go through vpmaddubsw: 2 * 15 * 127 fits its int16. 8-bit codes would not,
-// they are multiplied as int16 (vpmaddwd).
+// Two registers a value. Products go through vpmaddubsw, whose int16 holds 2 * 128 * 127: of 8-bit codes the magnitude,
+// times the activation with the code's sign.
 
 namespace hfa {
 
@@ -110,14 +110,43 @@ static inline Vi dot4(Vi acc, Vb codes, const int8_t* quad) {
     return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.a, q), one)),
             _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.b, q), one))};
 }
-static inline __m256i dot8_half(__m256i acc, __m256i w, __m256i even, __m256i odd) {
-    const __m256i low = _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8), high = _mm256_srai_epi16(w, 8);
-    return _mm256_add_epi32(acc, _mm256_add_epi32(_mm256_madd_epi16(low, even), _mm256_madd_epi16(high, odd)));
+static inline __m256i dot8_half(__m256i acc, __m256i w, __m256i q) {
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(q, w));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 static inline Vi dot8(Vi acc, Vb codes, const int8_t* quad) {
     const __m256i q = quad256(quad);
-    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(q, 8), 8), odd = _mm256_srai_epi16(q, 8);
-    return {dot8_half(acc.a, codes.a, even, odd), dot8_half(acc.b, codes.b, even, odd)};
+    return {dot8_half(acc.a, codes.a, q), dot8_half(acc.b, codes.b, q)};
 }
+static inline Vb nf4(Vb nibbles) {
+    alignas(16) static constexpr int8_t levels[16] = {HFA_NF4_LEVELS(0)};
+    const __m256i table = _mm256_broadcastsi128_si256(load128(levels));
+    return {_mm256_shuffle_epi8(table, nibbles.a), _mm256_shuffle_epi8(table, nibbles.b)};
+}
+
+template <bool E5M2> static inline __m256i fp8_words(__m256i x) {  // float8 in the upper bytes -> fp16
+    if (E5M2) return _mm256_and_si256(x, _mm256_set1_epi16((short)0xff00));
+    return _mm256_and_si256(_mm256_srai_epi16(x, 1), _mm256_set1_epi16((short)0xbf80));
+}
+static inline Vf halves(__m256i x) {
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128(x)), _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1))};
+}
+template <bool E5M2> static inline void fp8_line(const uint8_t* p, Vf* out) {
+    const __m256i first = load256(p), second = load256(p + 32);
+    out[0] = halves(fp8_words<E5M2>(_mm256_slli_epi16(first, 8)));
+    out[1] = halves(fp8_words<E5M2>(_mm256_slli_epi16(second, 8)));
+    out[2] = halves(fp8_words<E5M2>(first));
+    out[3] = halves(fp8_words<E5M2>(second));
+}
+static inline Vf splat2(const float* p) {
+    double both;
+    memcpy(&both, p, 8);
+    const __m256 x = _mm256_castpd_ps(_mm256_set1_pd(both));
+    return {x, x};
+}
+static inline __m256 add_pairs8(__m256 a, __m256 b) {
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(_mm256_hadd_ps(a, b)), 0xd8));
+}
+static inline Vf add_pairs(Vf x, Vf y) { return {add_pairs8(x.a, x.b), add_pairs8(y.a, y.b)}; }
 
 }  // namespace hfa

@@ -92,11 +92,38 @@ static inline Vb select(Vb m, Vb a, Vb b) { return {_mm512_ternarylogic_epi32(m.
 template <int S> static inline Vb shr(Vb a) { return {_mm512_srli_epi16(a.v, S)}; }  // bits cross into the low byte
 template <int S> static inline Vb shl(Vb a) { return {_mm512_slli_epi16(a.v, S)}; }
 static inline Vb codes8(Vb a) { return {_mm512_xor_si512(a.v, _mm512_set1_epi8((char)0x80))}; }
+static inline Vb nf4(Vb nibbles) {
+    alignas(16) static constexpr uint8_t levels[16] = {HFA_NF4_LEVELS(128)};
+    return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)levels)), nibbles.v)};
+}
 static inline Vi dot4(Vi acc, Vb codes, const int8_t* quad) {
     int32_t q;
     memcpy(&q, quad, 4);
     return {_mm512_dpbusd_epi32(acc.v, codes.v, _mm512_set1_epi32(q))};
 }
 static inline Vi dot8(Vi acc, Vb codes, const int8_t* quad) { return dot4(acc, codes, quad); }
+
+template <bool E5M2> static inline __m512i fp8_words(__m512i x) {  // float8 in the upper bytes -> fp16
+    if (E5M2) return _mm512_and_si512(x, _mm512_set1_epi16((short)0xff00));
+    return _mm512_and_si512(_mm512_srai_epi16(x, 1), _mm512_set1_epi16((short)0xbf80));
+}
+template <bool E5M2> static inline void fp8_line(const uint8_t* p, Vf* out) {
+    const __m512i line = _mm512_loadu_si512(p);
+    const __m512i even = fp8_words<E5M2>(_mm512_slli_epi16(line, 8)), odd = fp8_words<E5M2>(line);
+    out[0] = {_mm512_cvtph_ps(_mm512_castsi512_si256(even))};
+    out[1] = {_mm512_cvtph_ps(_mm512_extracti64x4_epi64(even, 1))};
+    out[2] = {_mm512_cvtph_ps(_mm512_castsi512_si256(odd))};
+    out[3] = {_mm512_cvtph_ps(_mm512_extracti64x4_epi64(odd, 1))};
+}
+static inline Vf splat2(const float* p) {
+    double both;
+    memcpy(&both, p, 8);
+    return {_mm512_castpd_ps(_mm512_set1_pd(both))};
+}
+static inline Vf add_pairs(Vf a, Vf b) {
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+    return {_mm512_add_ps(_mm512_permutex2var_ps(a.v, even, b.v), _mm512_permutex2var_ps(a.v, odd, b.v))};
+}
 
 }  // namespace hfa

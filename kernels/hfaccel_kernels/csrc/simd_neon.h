@@ -99,6 +99,12 @@ static inline Vb select(Vb m, Vb a, Vb b) {  // bits: m ? a : b
 template <int S> static inline Vb shr(Vb a) { HFA_EACH a.v[i] = vshrq_n_u8(a.v[i], S); return a; }
 template <int S> static inline Vb shl(Vb a) { HFA_EACH a.v[i] = vshlq_n_u8(a.v[i], S); return a; }
 static inline Vb codes8(Vb a) { return a; }
+static inline Vb nf4(Vb nibbles) {
+    static constexpr int8_t levels[16] = {HFA_NF4_LEVELS(0)};
+    const uint8x16_t table = vreinterpretq_u8_s8(vld1q_s8(levels));
+    HFA_EACH nibbles.v[i] = vqtbl1q_u8(table, nibbles.v[i]);
+    return nibbles;
+}
 static inline Vi dot4(Vi acc, Vb codes, const int8_t* quad) {
     int32_t q;
     memcpy(&q, quad, 4);
@@ -107,6 +113,34 @@ static inline Vi dot4(Vi acc, Vb codes, const int8_t* quad) {
     return acc;
 }
 static inline Vi dot8(Vi acc, Vb codes, const int8_t* quad) { return dot4(acc, codes, quad); }
+
+template <bool E5M2> static inline uint16x8_t fp8_words(uint16x8_t x) {  // float8 in the upper bytes -> fp16
+    if (E5M2) return vandq_u16(x, vdupq_n_u16(0xff00));
+    const int16x8_t lower = vshrq_n_s16(vreinterpretq_s16_u16(x), 1);
+    return vandq_u16(vreinterpretq_u16_s16(lower), vdupq_n_u16(0xbf80));
+}
+static inline void halves(uint16x8_t x, float32x4_t* out) {
+    const float16x8_t h = vreinterpretq_f16_u16(x);
+    out[0] = vcvt_f32_f16(vget_low_f16(h));
+    out[1] = vcvt_f32_f16(vget_high_f16(h));
+}
+template <bool E5M2> static inline void fp8_line(const uint8_t* p, Vf* out) {
+    HFA_EACH {
+        const uint16x8_t line = vreinterpretq_u16_u8(vld1q_u8(p + 16 * i));
+        halves(fp8_words<E5M2>(vshlq_n_u16(line, 8)), out[i / 2].v + i % 2 * 2);
+        halves(fp8_words<E5M2>(line), out[2 + i / 2].v + i % 2 * 2);
+    }
+}
+static inline Vf splat2(const float* p) {
+    const float32x2_t both = vld1_f32(p);
+    Vf r;
+    HFA_EACH r.v[i] = vcombine_f32(both, both);
+    return r;
+}
+static inline Vf add_pairs(Vf a, Vf b) {
+    return {{vpaddq_f32(a.v[0], a.v[1]), vpaddq_f32(a.v[2], a.v[3]), vpaddq_f32(b.v[0], b.v[1]),
+             vpaddq_f32(b.v[2], b.v[3])}};
+}
 
 #undef HFA_EACH
 

@@ -87,11 +87,29 @@ static inline Vb select(Vb m, Vb a, Vb b) {  // bits: m ? a : b
 template <int S> static inline Vb shr(Vb a) { for (int l = 0; l < 64; ++l) a.v[l] >>= S; return a; }
 template <int S> static inline Vb shl(Vb a) { for (int l = 0; l < 64; ++l) a.v[l] <<= S; return a; }
 static inline Vb codes8(Vb a) { return a; }
+static inline Vb nf4(Vb nibbles) {
+    static constexpr int8_t levels[16] = {HFA_NF4_LEVELS(0)};
+    for (int l = 0; l < 64; ++l) nibbles.v[l] = (uint8_t)levels[nibbles.v[l]];
+    return nibbles;
+}
 static inline Vi dot4(Vi acc, const Vb& codes, const int8_t* quad) {
     HFA_EACH for (int i = 0; i < 4; ++i) acc.v[l] += (int8_t)codes.v[4 * l + i] * quad[i];
     return acc;
 }
 static inline Vi dot8(Vi acc, const Vb& codes, const int8_t* quad) { return dot4(acc, codes, quad); }
+
+template <bool E5M2> static inline float fp8_half(uint8_t b) {
+    return f16_to_float((uint16_t)(E5M2 ? b << 8 : (b & 0x80) << 8 | (b & 0x7f) << 7));
+}
+template <bool E5M2> static inline void fp8_line(const uint8_t* p, Vf* out) {
+    for (int i = 0; i < 64; ++i) out[i % 2 * 2 + i / 32].v[i % 32 / 2] = fp8_half<E5M2>(p[i]);
+}
+static inline Vf splat2(const float* p) { Vf r; HFA_EACH r.v[l] = p[l % 2]; return r; }
+static inline Vf add_pairs(Vf a, Vf b) {
+    Vf r;
+    HFA_EACH r.v[l] = l < 8 ? a.v[2 * l] + a.v[2 * l + 1] : b.v[2 * l - 16] + b.v[2 * l - 15];
+    return r;
+}
 
 #undef HFA_EACH
 
