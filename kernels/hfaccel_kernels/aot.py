@@ -32,7 +32,7 @@ from . import paged, qlinear, triton_support
 from .layouts import Layout
 from .triton_support import SHARED_BYTES
 
-CAPABILITIES = (80, 90, 100)
+CAPABILITIES = (80, 90, 100, 120)
 
 
 class _Driver:
@@ -276,7 +276,8 @@ MORE: dict[str, list[Callable[[], None]]] = {
         partial(_attention, _FEW, _FP16, 80, 3, **_SINKS, **_ALL),
         partial(_attention, _MANY, size=128, int8=True, **_SINKS, **_ALL),
         partial(_attention, _MANY, _FP32, 64, int8=True, **_SINKS),
-        partial(_attention, _FEW, size=64, ratio=71),
+        *(partial(_attention, _FEW, size=size, ratio=71) for size in (64, 256)),
+        partial(_attention, _FEW, _FP32, 128, 48),  # heads of a KV head in pieces
     ],
 }
 

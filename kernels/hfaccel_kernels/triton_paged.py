@@ -5,11 +5,11 @@ references.
 `paged.quantize_kv` does (IEEE divisions, ties to even, no fused multiply-add).
 
 `_attend`: one program for ROWS rows of queries of one KV head: the H // G query heads that share the head,
-times as many tokens as fit, so that K and V are read once for all of them. It walks the keys in tiles of KEYS
-with an online softmax in fp32; products run on tensor cores in q's dtype (fp32: three tf32 products), P
-rounded to that dtype. Int8 codes are multiplied as they are: the scale of a key is applied to its column of
-scores, that of a value to its column of P. A block of queries finds its sequence in `q_starts` by itself, so
-that nothing is read back to the host.
+times as many tokens as fit, so that K and V are read once for all of them; heads beyond ROWS are cut into
+pieces, a program each. It walks the keys in tiles of KEYS with an online softmax in fp32; products run on
+tensor cores in q's dtype (fp32: three tf32 products), P rounded to that dtype. Int8 codes are multiplied as
+they are: the scale of a key is applied to its column of scores, that of a value to its column of P. A block
+of queries finds its sequence in `q_starts` by itself, so that nothing is read back to the host.
 
 When there are too few programs to fill a GPU (decode), the keys are cut into parts of equal length;
 `_combine` joins them in order. The number of parts follows from shapes alone.
@@ -29,8 +29,8 @@ PART_KEYS = 256  # fewest keys of a part
 MOST_PARTS = 32
 
 # tile: rows of queries, keys. By dtype; the first that fits (largest padded head size, least compute
-# capability) is taken. Rows are at least the ratio of query to KV heads: one above 16 takes the table of
-# prefill for decode as well.
+# capability) is taken. sm_120 has neither the products of sm_90 nor those of sm_100: 128 rows spill there.
+# More than 16 query heads a KV head take the table of prefill for decode as well.
 DECODE = {
     "half": (
         (64, 80, Config((16, 128), 4, 3)),
@@ -41,8 +41,10 @@ DECODE = {
 }
 PREFILL = {
     "half": (
+        (64, 120, Config((64, 64), 4, 3)),
         (64, 90, Config((128, 64), 4, 3)),
         (64, 80, Config((64, 64), 4, 3)),
+        (128, 120, Config((64, 32), 8, 3)),
         (128, 90, Config((128, 64), 8, 3)),
         (128, 80, Config((64, 32), 8, 3)),
         (256, 80, Config((64, 32), 8, 2)),
@@ -127,21 +129,23 @@ def _attend(
     q, k_pages, v_pages, k_scale, v_scale, tables, q_starts, lengths, sinks, slopes, out, tops, totals,
     sequences, tokens, part_keys, window, scale, softcap,
     stride_qt, stride_qh, stride_k, stride_v, kv_heads, stride_table,
-    RATIO: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PAGE: tl.constexpr, INT8: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    SLOPES: tl.constexpr, PART: tl.constexpr, DOT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    RATIO: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, INT8: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr, PART: tl.constexpr, DOT: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Queries of one block and KV head over the keys of one part.
+    """Queries of one block and KV head (one of SPLIT pieces of its RATIO heads) over the keys of one part.
 
     out [T, H, DV], or with PART fp32 [parts, T, H, DV] not divided by the sum, beside tops and totals [parts,
     T, H]: the largest score, in units of ln 2, -inf without keys, and the sum of the exponentials.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
-    TOKENS: tl.constexpr = ROWS // RATIO
+    EACH: tl.constexpr = (RATIO + SPLIT - 1) // SPLIT
+    TOKENS: tl.constexpr = ROWS // EACH
     SEARCH: tl.constexpr = 128
     PRECISION: tl.constexpr = "tf32x3" if DOT == tl.float32 else None
     block = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(1) // SPLIT
     # Blocks of sequence b begin at q_starts[b] // TOKENS + b: at least one each, enough for all of its
     # queries.
     before = 0
@@ -158,9 +162,11 @@ def _attend(
         return
 
     row = tl.arange(0, ROWS)
-    token = first_token + row // RATIO
-    kept = (row < TOKENS * RATIO) & (token < count)
-    q_head = head * RATIO + row % RATIO
+    token = first_token + row // EACH
+    kept = (row < TOKENS * EACH) & (token < count)
+    shared = tl.program_id(1) % SPLIT * EACH + row % EACH
+    kept = kept & (shared < RATIO)
+    q_head = head * RATIO + shared
     position = length - count + token
     last = tl.minimum(length, length - count + first_token + TOKENS)
     first = 0
@@ -309,9 +315,7 @@ def paged_attention(
     """As `paged.paged_attention_reference`; `rows` is not looked at, and rows of q that belong to no sequence
     are left as they come.
 
-    Raises: ValueError when the shapes contradict each other, or for more than 128 query heads a KV head or
-    head
-        sizes above 256.
+    Raises: ValueError when the shapes contradict each other, or for head sizes above 256.
     """
     _check(q, k_pages, v_pages, block_tables, q_starts, lengths, k_scale, v_scale)
     tokens, heads, size = q.shape
@@ -325,29 +329,25 @@ def paged_attention(
     decode = tokens <= 4 * sequences and ratio <= 16
     config = _attend_config(DECODE if decode else PREFILL, q, max(_padded(size), _padded(size_v)))
     rows, keys = config.tile
-    warps = config.num_warps
-    while rows < ratio:
-        rows, warps = 2 * rows, min(2 * warps, 8)
-    if rows > 128:
-        raise ValueError(f"{ratio} query heads share a KV head: the Triton kernel takes at most 128")
-    blocks = tokens // (rows // ratio) + sequences
-    parts, part_keys = _parts(blocks * kv_heads, block_tables.shape[1] * page_tokens)
-    split = parts > 1
+    pieces = -(-ratio // rows)
+    blocks = tokens // (rows // -(-ratio // pieces)) + sequences
+    parts, part_keys = _parts(blocks * kv_heads * pieces, block_tables.shape[1] * page_tokens)
+    apart = parts > 1
     to, tops, totals = out, None, None
-    if split:
+    if apart:
         to = torch.empty(parts, tokens, heads, size_v, dtype=torch.float32, device=q.device)
         tops, totals = torch.empty(2, parts, tokens, heads, dtype=torch.float32, device=q.device)
-    _attend[(blocks, kv_heads, parts)](
+    _attend[(blocks, kv_heads * pieces, parts)](
         q, k_pages, v_pages, k_scale, v_scale, block_tables, q_starts, lengths, sinks, alibi_slopes, to, tops,
         totals, sequences, tokens, part_keys, window or 0, size**-0.5 if scale is None else scale, softcap or
         1.0, q.stride(0), q.stride(1), k_pages.stride(1), v_pages.stride(1), kv_heads, block_tables.stride(0),
-        RATIO=ratio, D=size, DV=size_v, BLOCK_D=_padded(size), BLOCK_DV=_padded(size_v), PAGE=page_tokens,
-        INT8=k_scale is not None, WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not
-        None and not split, SLOPES=alibi_slopes is not None, PART=split, DOT=tl.float32 if interpreting() else
-        _DOT[q.dtype], ROWS=rows, KEYS=keys, num_warps=warps, num_stages=config.num_stages,
-        enable_fp_fusion=True,
+        RATIO=ratio, SPLIT=pieces, D=size, DV=size_v, BLOCK_D=_padded(size), BLOCK_DV=_padded(size_v),
+        PAGE=page_tokens, INT8=k_scale is not None, WINDOW=window is not None, SOFTCAP=softcap is not None,
+        SINKS=sinks is not None and not apart, SLOPES=alibi_slopes is not None, PART=apart,
+        DOT=tl.float32 if interpreting() else _DOT[q.dtype], ROWS=rows, KEYS=keys,
+        num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
-    if split:
+    if apart:
         _combine[(tokens * heads,)](
             to, tops, totals, sinks, out, tokens * heads, parts, heads,
             DV=size_v, BLOCK_DV=_padded(size_v), SINKS=sinks is not None, num_warps=1, enable_fp_fusion=True,

@@ -18,10 +18,13 @@ pytestmark = [pytest.mark.kernels, pytest.mark.slow]
 
 @functools.cache
 def built(capability: int) -> list[aot.Machine]:
-    """What became of the launches of every op; on the oldest GPU of the rarer ones too."""
+    """What became of the launches of every op; on the oldest GPU of the rarer ones too, and where registers
+    are short for attention of those."""
     found = list(aot.build(capability).values())
     if capability == 80:
         found += aot.build(80, aot.MORE).values()
+    if capability == 120:
+        found += aot.build(120, {"paged_attention": aot.MORE["paged_attention"]}).values()
     machines = [machine for per_op in found for machine in per_op]
     print("", *machines, sep="\n")
     return machines

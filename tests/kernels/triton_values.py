@@ -214,6 +214,8 @@ ATTEND = {
     "decode-ratio-3": attend_case([1, 1], [5, 70], 6, 2, 24),
     "decode-ratio-8": attend_case([1, 1], [33, 50], 8, 1, 64),
     "decode-ratio-71": attend_case([1, 1], [9, 20], 71, 1, 16),
+    "decode-ratio-48": attend_case([1, 1], [600, 20], 96, 2, 16, page_tokens=64, sinks=True),
+    "prefill-ratio-71": attend_case([5, 2], [30, 2], 142, 2, 16, sinks=True, alibi=True),
     "decode-fp16": attend_case([1, 1], [33, 150], 4, 2, 32, dtype=FP16),
     "decode-bf16": attend_case([1, 1], [33, 150], 4, 2, 32, dtype=BF16),
     "decode-int8": attend_case([1, 1, 1], [3, 70, 33], 6, 2, 32, int8=True),
@@ -325,8 +327,6 @@ def test_attention(case):
 def test_attention_refuses():
     q, pages = torch.zeros(1, 2, 16), torch.zeros(1, 16, 1, 16)
     rest = torch.zeros(1, 1).int(), torch.tensor([0, 1]).int(), torch.ones(1).int()
-    with pytest.raises(ValueError, match="at most 128"):
-        triton_paged.paged_attention(torch.zeros(1, 129, 16), pages, pages, *rest)
     with pytest.raises(ValueError, match="at most 256"):
         wide = torch.zeros(1, 16, 1, 512)
         triton_paged.paged_attention(torch.zeros(1, 2, 512), wide, wide, *rest)
