@@ -31,6 +31,7 @@ FAMILIES = (
     "starcoder2",
     "mixtral",
     "qwen3_moe",
+    "bloom",
 )
 
 
@@ -64,6 +65,17 @@ class Steps:
             for sequence in sequences:
                 sequence.free()
         return [torch.cat(row) for row in found]
+
+
+def close(got, want, relative=1e-5):
+    assert got.shape == want.shape and torch.isfinite(got).all()
+    error = (got - want).abs().max() / want.abs().max()
+    assert error <= relative, f"relative error {error:.2e}"
+
+
+@torch.no_grad()
+def logits(model, ids):
+    return model(ids[None]).logits[0]
 
 
 def round_to_nearest(weight: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:

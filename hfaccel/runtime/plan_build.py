@@ -7,29 +7,24 @@ from torch import nn
 
 from hfaccel.anatomy import Anatomy, Block, anatomy
 from hfaccel.errors import UnsupportedModel
-from hfaccel.families import FAMILIES
 from hfaccel.runtime import Unsupported
 from hfaccel.runtime.plan import ASKED, TOKENS, Buffer, Matrix, Op, Plan, View, acts_key
+from hfaccel.runtime.plan_attention import attention
 from hfaccel.runtime.plan_experts import experts
 from hfaccel.runtime.plan_ops import (
     Act,
     Add,
-    Attend,
-    CacheWrite,
     Embed,
     Gather,
-    Join,
     Logits,
     Matmul,
     Norm,
     Quant,
-    Rope,
-    Rotary,
 )
 from hfaccel.runtime.plan_weights import ACTIVATION_OF, activation, matrix_of, refuse_wrapped, split_rows
 
 _PLACEMENTS = ("pre", "sandwich", "parallel", "post")
-_STATEFUL_ROPE = {"dynamic", "longrope"}
+_POSITIONS = ("rotary", "learned", "alibi")
 
 
 def build(model: nn.Module, *, hidden: bool = False) -> Plan:
@@ -67,9 +62,9 @@ class Builder:
             raise Unsupported("the residual is the norm's output")
         if facts.activation not in ACTIVATION_OF:
             raise Unsupported(f"activation {facts.activation!r}")
-        if facts.position not in ("rotary", "learned"):
+        if facts.position not in _POSITIONS:
             raise Unsupported(f"positions of kind {facts.position!r}")
-        for role in ("type", "norm", "project_in"):
+        for role in ("type", "project_in"):
             if role in parts.embeddings:
                 raise Unsupported(f"embedding with {role} ({parts.embeddings[role]})")
         if parts.project_out:
@@ -153,111 +148,6 @@ class Builder:
     def add(self, name: str, x: int, y: int, layer: int) -> None:
         self.ops.append(Add(name=name, layer=layer, x=x, y=y))
 
-    def rope(self, block: Block) -> int:
-        """The buffer of cos and sin for this block, computed once a step."""
-        owner = self.modules[self.parts.backbone] if self.parts.backbone else self.model
-        module = getattr(owner, "rotary_emb", None)
-        kinds = getattr(self.config, "layer_types", None)
-        kind = kinds[block.index] if kinds else ""
-        prefix = f"{kind}_" if hasattr(module, f"{kind}_inv_freq") else ""
-        inv_freq, scaling = (
-            getattr(module, f"{prefix}inv_freq", None),
-            getattr(module, f"{prefix}attention_scaling", None),
-        )
-        if inv_freq is None or scaling is None:
-            raise Unsupported("no rotary embedding with inv_freq and attention_scaling beside the layers")
-        types = module.rope_type if isinstance(module.rope_type, dict) else {"": module.rope_type}
-        if _STATEFUL_ROPE & set(types.values()):
-            raise Unsupported(f"rope type {', '.join(map(str, types.values()))} looks at the whole input")
-        if 2 * inv_freq.numel() != self.facts.rotary_dim:
-            raise Unsupported(f"{2 * inv_freq.numel()} rotary channels, the row says {self.facts.rotary_dim}")
-        if prefix not in self.ropes:
-            out = self.buffer(f"{prefix}rope", 2 * inv_freq.numel(), TOKENS)
-            self.ops.insert(
-                1 + len(self.ropes),
-                Rope(
-                    name=f"rotary_emb.{prefix}inv_freq",
-                    out=out,
-                    inv_freq=inv_freq.detach().float().contiguous(),
-                    scaling=float(scaling),
-                ),
-            )
-            self.ropes[prefix] = out
-        return self.ropes[prefix]
-
-    def attention(self, block: Block, normed: int, more: list[tuple[str, Matrix, int]], last: bool) -> int:
-        """Projections (and `more` products of the same input) up to the joined heads: their buffer."""
-        layer, roles = block.index, block.roles
-        heads, kv_heads, size = block.heads, block.kv_heads, block.head_dim
-        if not heads or not kv_heads or not size:
-            raise Unsupported(f"{block.name}: heads unknown")
-        if block.sinks:
-            raise Unsupported(f"{block.name}: attention sinks")
-        if "qkv" in roles:
-            matrix = self.matrix(roles["qkv"])
-            out = self.buffer("qkv", matrix.n, TOKENS)
-            parts = [(roles["qkv"], matrix, out)]
-            if self.facts.qkv == "concat":
-                q = View(out, 0, heads, size, size)
-                k = View(out, heads * size, kv_heads, size, size)
-                v = View(out, (heads + kv_heads) * size, kv_heads, size, size)
-            elif heads == kv_heads:
-                q, k, v = (View(out, at * size, heads, size, 3 * size) for at in range(3))
-            else:
-                raise Unsupported(f"{roles['qkv']}: fused heads in groups of {heads // kv_heads} queries")
-        else:
-            parts, views = [], {}
-            for role, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-                matrix = self.matrix(roles[role])
-                out = self.buffer(role, matrix.n, TOKENS)
-                parts.append((roles[role], matrix, out))
-                views[role] = View(out, 0, count, size, size)
-            q, k, v = views["q"], views["k"], views["v"]
-        self.matmul(normed, parts + more, layer)
-        q, k = self.heads(block, "q", q), self.heads(block, "k", k)
-        self.ops.append(CacheWrite(name=f"{block.attention}.cache", layer=layer, k=k, v=v))
-        attended = self.buffer("attended", heads * size, TOKENS)
-        attend = Attend(
-            name=block.attention,
-            layer=layer,
-            q=q,
-            k=k,
-            v=v,
-            out=attended,
-            scale=block.scaling,
-            window=block.window or 0,
-            softcap=self.softcap(block),
-        )
-        joined = self.buffer("joined", heads * size, TOKENS)
-        self.ops += [
-            attend,
-            Join(name=f"{block.attention}.join", layer=layer, x=attended, out=joined, attend=attend),
-        ]
-        return joined
-
-    def softcap(self, block: Block) -> float:
-        """As the attention module has it, which is what its forward reads; 0 for none."""
-        field = FAMILIES[self.parts.family].attention_softcap
-        if not field:
-            return 0.0
-        return getattr(self.modules[block.attention], field, self.facts.attention_softcap) or 0.0
-
-    def heads(self, block: Block, role: str, view: View) -> View:
-        """Norm and rotation of q or k."""
-        width = view.count * view.size
-        if role in block.norms:
-            out = self.buffer(f"{role}_normed", width, TOKENS)
-            self.norm(block.norms[role], view, out, block.index)
-            view = View(out, 0, view.count, view.size, view.size)
-        if self.facts.position == "rotary":
-            table = self.rope(block)
-            out = self.buffer(f"{role}_rotated", width, TOKENS)
-            self.ops.append(
-                Rotary(name=f"{block.attention}.{role}", layer=block.index, x=view, table=table, out=out)
-            )
-            view = View(out, 0, view.count, view.size, view.size)
-        return view
-
     def mlp_inputs(self, block: Block, rows: str) -> tuple[list[tuple[str, Matrix, int]], View, View | None]:
         """The first products of a dense MLP, and where gate and up will lie."""
         roles = block.roles
@@ -336,18 +226,18 @@ class Builder:
             attn_in = normed("attn_in", x)
             parts, gate, up = self.mlp_inputs(block, TOKENS)
             if "mlp_in" in norms:
-                joined = self.attention(block, attn_in, [], last)
+                joined = attention(self, block, attn_in, [])
                 attn = self.output(block, joined)
                 self.matmul(normed("mlp_in", x), parts, layer)
             else:
-                joined = self.attention(block, attn_in, parts, last)
+                joined = attention(self, block, attn_in, parts)
                 attn = self.output(block, joined)
             mlp = self.mlp_rest(block, gate, up, TOKENS)
             self.add(f"{block.name}.residual_attn", x, attn, layer)
             self.add(f"{block.name}.residual_mlp", x, mlp, layer)
             return x
 
-        joined = self.attention(block, x if placement == "post" else normed("attn_in", x), [], last)
+        joined = attention(self, block, x if placement == "post" else normed("attn_in", x), [])
         if last:
             joined, x = self.asked(block.attention, joined, layer), self.asked(block.name, x, layer)
         attn = self.output(block, joined)
@@ -385,6 +275,8 @@ class Builder:
                 position_offset=facts.position_offset,
             )
         )
+        if "norm" in parts.embeddings:
+            self.norm(parts.embeddings["norm"], self.whole(x), x, -1)
         blocks = parts.blocks
         for block in blocks:
             x = self.block(block, x, block is blocks[-1])

@@ -1,7 +1,6 @@
 """The C++ executor: equal to transformers and the reference, to itself bit for bit however steps are cut."""
 
 import copy
-import ctypes
 import os
 import subprocess
 import sys
@@ -15,13 +14,12 @@ from hfaccel.cache.pool import PagePool, Sequence
 from hfaccel.errors import PatchError
 from hfaccel.runtime import Unsupported
 from hfaccel.runtime.native import Native, executor
-from hfaccel.runtime.plan_abi import Step
 from hfaccel.runtime.plan_build import build
 from hfaccel.runtime.plan_reference import Reference
 from hfaccel.runtime.runner import Runner
 from hfaccel_kernels import native
 from hfaccel_kernels.layouts import Layout
-from plans import FAMILIES, Steps, quantize, record_errors
+from plans import FAMILIES, Steps, close, logits, quantize, record_errors
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no C++ kernels: {native.reason()}")
 
@@ -35,17 +33,6 @@ def _threads():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-def close(got, want, relative=1e-5):
-    assert got.shape == want.shape and torch.isfinite(got).all()
-    error = (got - want).abs().max() / want.abs().max()
-    assert error <= relative, f"relative error {error:.2e}"
-
-
-@torch.no_grad()
-def logits(model, ids):
-    return model(ids[None]).logits[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -98,81 +85,6 @@ def test_cuts_neighbours_and_threads_change_no_bit(family):
             assert torch.equal(alone, whole[0]), (threads, cuts)
             for got, want in zip(steps.run(*rows, cuts=cuts), whole, strict=True):
                 assert torch.equal(got, want), (threads, cuts)
-
-
-@pytest.mark.parametrize("pages", [1, 5, 16, 64])
-def test_page_size_changes_no_bit(pages):
-    model, ids = tiny.tiny("llama"), tiny.ids(1, 100)[0]
-    want = Steps(model, executor(model)).run(ids)[0]
-    got = Steps(model, executor(model), page_tokens=pages).run(ids, cuts=[33, 66, 67, 68])[0]
-    assert torch.equal(got, want)
-
-
-def test_long_context_shared_by_threads():
-    """Decode at 700 slots: threads share a head by blocks of keys and join them in order."""
-    model, ids = tiny.tiny("llama", max_position_embeddings=1024), tiny.ids(1, 703)[0]
-    steps = Steps(model, executor(model))
-    torch.set_num_threads(1)
-    want = steps.run(ids)[0]
-    for threads in (1, 2, 3, 5):
-        torch.set_num_threads(threads)
-        assert torch.equal(steps.run(ids, cuts=[699, 700, 701, 702])[0], want)
-    close(want, logits(model, ids))
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_blocks_are_joined_to_segments_far_from_the_start(family):
-    """Beyond 4,096 slots threads share segments of several blocks, which begin where the slot alone says."""
-    small = {"hidden_size": 32, "num_attention_heads": 4, "head_dim": 8, "num_hidden_layers": 1}
-    window = {"sliding_window": 5000} if family == "mistral" else {}
-    model = tiny.tiny(family, attn="sdpa", max_position_embeddings=1 << 14, **small, **window)
-    ids, steps = tiny.ids(1, 8700)[0], Steps(model, executor(model))
-    sequence = steps.runner.sequence()
-    steps.runner.prefill([ids[:-10]], [torch.arange(8690)], [sequence])
-    at = torch.arange(8690, 8700)
-    want = steps.runner.step(ids[-10:], at, [sequence], [10], torch.arange(10))
-    with torch.no_grad():
-        close(want, model(ids[None], logits_to_keep=10).logits[0])
-    for threads in (1, 2, 3, 7):
-        torch.set_num_threads(threads)
-        sequence.rollback(10)
-        for i, row in enumerate(want):
-            one = steps.runner.step(ids[at[i]].view(1), at[i].view(1), [sequence], [1], torch.tensor([0]))
-            assert torch.equal(one[0], row), threads
-    sequence.free()
-
-
-def test_scratch_grows_with_the_logarithm_of_the_context():
-    """What a thread keeps apart at 1,048,576 slots: 10 doublings beyond 64 blocks, 32 segments each."""
-    encoded = executor(tiny.tiny("llama"))._encoded
-    starts = torch.tensor([0, 1], dtype=torch.int32)
-
-    def scratch(slots):
-        lengths = torch.tensor([slots], dtype=torch.int32)
-        sizes = []
-        for threads in (1, 2):
-            step = Step(tokens=1, asked=1, sequences=1, ahead=1, threads=threads, replicate=0)
-            step.q_starts, step.lengths = starts.data_ptr(), lengths.data_ptr()
-            arguments = ctypes.byref(encoded.c), ctypes.byref(step)
-            sizes.append(native.library().hfa_plan_arena(*arguments))
-        return sizes[1] - sizes[0]
-
-    rows, size = 4, 16 + 2  # query heads, and floats of one head's state
-    short, long = scratch(1 << 12), scratch(1 << 20)
-    assert long - short == 8 * 32 * rows * size * 4
-    assert scratch(1 << 19) < long < 1 << 17
-
-
-@pytest.mark.parametrize("heads,kv_heads", [(4, 4), (6, 2), (8, 1)])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-def test_head_sizes_and_ratios(heads, kv_heads, head_dim):
-    sizes = {"hidden_size": 96, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    model = tiny.tiny("llama", **sizes, head_dim=head_dim, num_hidden_layers=1)
-    ids = tiny.ids(1, 70)[0]
-    want = logits(model, ids)
-    close(Steps(model, executor(model)).run(ids, cuts=[66, 67, 68])[0], want)
-    # int8 pages: half a step of 1/127 for each of K and V
-    close(Steps(model, executor(model), kv_bits=8).run(ids, cuts=[66, 67, 68])[0], want, 0.1)
 
 
 @pytest.mark.parametrize("hidden,mlp", [(70, 515), (48, 33), (200, 130)])
@@ -362,7 +274,8 @@ def mlp(model):
         ("llama", lambda m: mlp(m).to("meta"), "not contiguous on the CPU"),
         ("bert", lambda m: None, "bert"),
         ("t5", lambda m: None, "t5"),
-        ("bloom", lambda m: None, "alibi"),
+        ("falcon_alibi", lambda m: None, "alibi_scaled"),
+        ("gpt_oss", lambda m: None, "swiglu_clamped"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -6,12 +6,7 @@ import torch
 import tiny
 from hfaccel.runtime.plan_reference import Reference
 from hfaccel_kernels.layouts import Layout
-from plans import FAMILIES, Steps, quantize
-
-
-@torch.no_grad()
-def logits(model, ids):
-    return model(ids[None]).logits[0]
+from plans import FAMILIES, Steps, logits, quantize
 
 
 @pytest.mark.parametrize("family", FAMILIES)
