@@ -15,10 +15,13 @@ if TYPE_CHECKING:
     from hfaccel.demo import demo_model
     from hfaccel.patch import original, patch, report, unpatch
     from hfaccel.quant.awq import AWQ
+    from hfaccel.quant.fp8 import FP8
     from hfaccel.quant.gptq import GPTQ
     from hfaccel.quant.head import Head
     from hfaccel.quant.hqq import HQQ
+    from hfaccel.quant.nf4 import NF4
     from hfaccel.quant.rtn import RTN
+    from hfaccel.quant.smoothquant import SmoothQuant
     from hfaccel.recipe import PatchConfig
     from hfaccel.samples import CalibrationData
     from hfaccel.source import from_pretrained
@@ -37,6 +40,9 @@ _PUBLIC = {  # name -> module, imported on use: `import hfaccel` stays quick
     "GPTQ": "hfaccel.quant.gptq",
     "AWQ": "hfaccel.quant.awq",
     "HQQ": "hfaccel.quant.hqq",
+    "NF4": "hfaccel.quant.nf4",
+    "FP8": "hfaccel.quant.fp8",
+    "SmoothQuant": "hfaccel.quant.smoothquant",
     "CalibrationData": "hfaccel.samples",
     "Head": "hfaccel.quant.head",
     "KVCache": "hfaccel.cache.quantized",
@@ -44,13 +50,16 @@ _PUBLIC = {  # name -> module, imported on use: `import hfaccel` stays quick
 __all__ = [
     "AWQ",
     "CalibrationData",
+    "FP8",
     "GPTQ",
     "HQQ",
     "Head",
     "KVCache",
+    "NF4",
     "PatchConfig",
     "PatchError",
     "RTN",
+    "SmoothQuant",
     "__version__",
     "demo_model",
     "from_pretrained",

@@ -68,6 +68,21 @@ class Stats:
         """Mean x^2 of each input, [K], whichever way it was collected."""
         return self.hessian.diagonal() if self.square_mean is None else self.square_mean
 
+    @property
+    def device(self) -> torch.device:
+        return (self.abs_max if self.hessian is None else self.hessian).device
+
+    def over(self, scale: Tensor) -> Stats:
+        """Of the same inputs, each divided by its scale [K]."""
+
+        def divided(values: Tensor | None, by: Tensor) -> Tensor | None:
+            return None if values is None else values / by
+
+        hessian = None if self.hessian is None else self.hessian / scale[:, None] / scale
+        once = [divided(values, scale) for values in (self.abs_max, self.abs_mean)]
+        square = divided(self.square_mean, scale.square())
+        return Stats(self.tokens, hessian, *once, square, divided(self.rows, scale))
+
 
 class Collector:
     """Adds up what `want` names.

@@ -12,6 +12,9 @@ TRANSFORMS = {  # name in recipes and in config.json -> "module:Class"
     "gptq": "hfaccel.quant.gptq:GPTQ",
     "awq": "hfaccel.quant.awq:AWQ",
     "hqq": "hfaccel.quant.hqq:HQQ",
+    "nf4": "hfaccel.quant.nf4:NF4",
+    "fp8": "hfaccel.quant.fp8:FP8",
+    "w8a8": "hfaccel.quant.smoothquant:SmoothQuant",
     "head": "hfaccel.quant.head:Head",
     "kv": "hfaccel.cache.quantized:KVCache",
 }

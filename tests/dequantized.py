@@ -12,6 +12,14 @@ from hfaccel_kernels.layouts import Layout
 
 def rounded(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     """What a product sees of its input, fp64: symmetric integers, one scale a chunk of a group."""
+    if layout.act == "token":
+        top = 448 if layout.is_float else 127
+        scale = x.double().abs().amax(-1, keepdim=True).clamp_min(1e-300) / top
+        if layout.act_scale:
+            scale = torch.full_like(scale, layout.act_scale)
+        if layout.is_float:
+            return scale * (x.double() / scale).to(torch.float8_e4m3fn).double()
+        return scale * torch.round(x.double() / scale).clamp(-127, 127)
     top, size = (127, 32) if layout.act_bits == 8 else (127 * 128, 64)
     group = x.shape[-1] if layout.group < 0 else layout.group
     pieces = [piece for part in x.double().split(group, -1) for piece in part.split(size, -1)]

@@ -19,7 +19,11 @@ LAYOUTS = [
 ]
 LAYOUTS += [Layout(4, *rest, code="nf4") for rest in ((64, True, "double"), (40, True, "fp16", 16), (-1,))]
 LAYOUTS += [Layout(8, code=code, act="token") for code in ("e4m3", "e5m2")]
-LAYOUTS += [Layout(8, act="token"), Layout(8, act="token", act_scale=0.02), Layout(3, 16, False, "double", 16)]
+LAYOUTS += [
+    Layout(8, act="token"),
+    Layout(8, act="token", act_scale=0.02),
+    Layout(3, 16, False, "double", 16),
+]
 # M, N, K: ragged rows, short last groups, one element, groups of 128 in 576, nothing
 SHAPES = [(1, 48, 70), (3, 515, 64), (1, 1, 1), (29, 33, 576), (5, 16, 200), (0, 16, 32)]
 

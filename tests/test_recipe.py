@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hfaccel
-from hfaccel import AWQ, GPTQ, HQQ, RTN, Head, KVCache, PatchConfig, PatchError
+from hfaccel import AWQ, FP8, GPTQ, HQQ, NF4, RTN, Head, KVCache, PatchConfig, PatchError, SmoothQuant
 from hfaccel.errors import UnknownName
 from hfaccel.recipe import AUTO, recipe_table
 from hfaccel.registry import TRANSFORMS, all_transforms
@@ -35,6 +35,9 @@ TRANSFORM_STRATEGIES = {
     ),
     "awq": st.builds(AWQ, bits=st.sampled_from((8, 4, 3, 2)), **grid, clip=st.booleans()),
     "hqq": st.builds(HQQ, bits=st.sampled_from((8, 4, 3, 2)), **grid),
+    "nf4": st.builds(NF4, group=st.none() | groups),
+    "fp8": st.builds(FP8, format=st.sampled_from(("e4m3", "e5m2")), per_tensor=st.booleans()),
+    "w8a8": st.builds(SmoothQuant, alpha=st.sampled_from((0.5, None)), static=st.booleans()),
     "head": st.one_of(st.just(Head(bits=16)), st.builds(Head, bits=st.sampled_from((8, 4)), **grid)),
     "kv": st.just(KVCache(bits=8)),
 }
@@ -126,6 +129,13 @@ def test_options_in_any_order_and_spaces_around_steps():
         ("int4-sym-asym", "symmetric is given twice"),
         ("int8-g64-tensor", "per_tensor goes with"),
         ("INT8", "lower case"),
+        ("nf44", "nf44: known is nf4"),
+        ("nf4-sym", "nf4: unknown option -sym; known are -gN, -row"),
+        ("nf4-g64-row", "group is given twice"),
+        ("fp8-e4m3", "unknown option -e4m3; known are -e5m2, -tensor"),
+        ("fp8-tensor-tensor", "given twice"),
+        ("w8a8-tensor", "unknown option -tensor; known are -static, -nosmooth"),
+        ("w8a8-static-static", "given twice"),
         ("head3", "known are head16, head8, head4"),
         ("head16-g64", "known are head16"),
         ("kv4", "known is kv8"),
@@ -151,7 +161,7 @@ def test_bad_recipes(recipe, message):
         ({"transforms": [{"bits": 4}]}, "needs a 'name'"),
         (
             {"transforms": [{"name": "itn"}]},
-            "unknown transform 'itn'; known are awq, gptq, head, hqq, int, kv",
+            "unknown transform 'itn'; known are awq, fp8, gptq, head, hqq, int, kv, nf4, w8a8",
         ),
         ({"transforms": [{"name": ["int"]}]}, "unknown transform"),
         ({"transforms": [{"name": "int", "bit": 4}]}, "unknown field 'bit'; known are bits, group"),

@@ -163,13 +163,16 @@ def test_bitsandbytes_skips_modules(plain, original):
     }
 
 
+def test_bitsandbytes_nf4(plain, original):
+    given = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    model = hfaccel.from_pretrained(plain, quantization_config=given, **attention(original))
+    assert model._hfaccel.config.to_recipe() == "nf4"
+    assert torch.equal(logits(model), logits(patched(tiny("TL"), "nf4")))
+
+
 def test_bitsandbytes_that_hfaccel_has_not(plain):
     with pytest.raises(PatchError, match="means fp4, of which hfaccel knows nf4 alone"):
         hfaccel.from_pretrained(plain, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
-    if "nf4" not in hfaccel.registry.TRANSFORMS:
-        with pytest.raises(PatchError, match="means nf4.*not in this version yet"):
-            given = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-            hfaccel.from_pretrained(plain, quantization_config=given)
     with pytest.raises(PatchError, match="asks for nothing"):
         hfaccel.from_pretrained(plain, quantization_config=BitsAndBytesConfig())
 

@@ -70,7 +70,7 @@ def _arithmetic(size: tuple[int, int], layout: Any) -> int:
     """Bytes of codes, scales and zero points, without any padding."""
     rows, columns = size
     groups = rows * (1 if layout.group == -1 else -(-columns // layout.group))
-    scale = 4 if layout.scale_dtype == "fp32" else 2
+    scale = {"fp32": 4, "fp16": 2, "double": 1}[layout.scale_dtype]
     return rows * columns * layout.bits // 8 + groups * (scale + (0 if layout.symmetric else 1))
 
 

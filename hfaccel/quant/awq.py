@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar
@@ -92,7 +93,7 @@ class AWQ(Rounding):
     def smooth(
         self, model: nn.Module, anatomy: Anatomy, sites: list[Site], stats: SiteStats, journal: Journal
     ) -> dict[str, Fold]:
-        return fold_scales(model, anatomy, sites, stats, journal, self.layout)
+        return fold_scales(model, anatomy, sites, stats, journal, best_scale(self))
 
     def rounder(self, matrix: Tensor, stats: Stats | None) -> Round:
         if stats is None or not stats.tokens or not self.clip:
@@ -106,16 +107,34 @@ class AWQ(Rounding):
         return rounding
 
 
+# (readers, their weights [N, K], what was observed of their inputs, [K] int64: columns of equal numbers have
+# equal scales) -> the scale [K] of their input channels
+Choose = Callable[[list[Site], list[Tensor], Stats, Tensor], Tensor]
+
+
+def best_scale(transform: Rounding) -> Choose:
+    """AWQ's scale for the grids of a transform, from second moments."""
+
+    def choose(readers: list[Site], weights: list[Tensor], found: Stats, into: Tensor) -> Tensor:
+        return search_scale(weights, found.hessian, [transform.layout(site) for site in readers], into)
+
+    return choose
+
+
 def fold_scales(
-    model: nn.Module, anatomy: Anatomy, sites: list[Site], stats: SiteStats, journal: Journal, layout_of
+    model: nn.Module,
+    anatomy: Anatomy,
+    sites: list[Site],
+    stats: SiteStats,
+    journal: Journal,
+    choose: Choose,
 ) -> dict[str, Fold]:
-    """Search the scales of every group of linears among `sites`, and fold them.
+    """Choose the scales of every group of linears among `sites`, and fold them.
 
     Args:
         sites: those of one block that are about to be rounded.
-        stats: with second moments.
+        stats: what `choose` needs.
         journal: takes down the norms that are replaced.
-        layout_of: Site -> Layout, the grid to come.
     Returns: site's name -> what its packed form must hold.
     """
     mine = {alias: site for site in sites for alias in (site.name, *site.aliases)}
@@ -139,10 +158,9 @@ def fold_scales(
                 stack.enter_context(compat.materialized(site.module))
                 check_finite(site)
             weights = [matrix_of(site.module) for site in readers.values()]
-            into = anatomy.feeder_rows(group).to(found.hessian.device)
-            layouts = [layout_of(site) for site in readers.values()]
+            into = anatomy.feeder_rows(group).to(found.device)
             try:
-                scale = search_scale(weights, found.hessian, layouts, into)
+                scale = choose(list(readers.values()), weights, found, into)
             except PatchError as error:
                 raise PatchError(f"{group.readers[0]}: {error}") from None
         if group.feeder in mine:
@@ -153,7 +171,7 @@ def fold_scales(
         else:
             one_plus = anatomy.facts is not None and anatomy.facts.norm == "rms1p"
             scale = _fold_norm(model, group.feeder, scale, float(one_plus), journal)
-        scaled = Stats(found.tokens, found.hessian / scale[:, None] / scale)
+        scaled = found.over(scale)
         for name in readers:
             columns[name], after[name] = scale, scaled
     return {

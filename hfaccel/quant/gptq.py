@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from hfaccel.errors import PatchError
 from hfaccel.observers import Stats, Want
-from hfaccel.quant.awq import fold_scales
+from hfaccel.quant.awq import best_scale, fold_scales
 from hfaccel.quant.grid import bounds, divisor, search_grid
 from hfaccel.quant.packing import Round
 from hfaccel.quant.rounding import Rounding
@@ -91,7 +91,7 @@ class GPTQ(Rounding):
         return None if isinstance(site.module, nn.Embedding) else Want(hessian=True)
 
     def smooth(self, model, anatomy, sites, stats, journal) -> dict[str, Fold]:
-        return fold_scales(model, anatomy, sites, stats, journal, self.layout) if self.awq else {}
+        return fold_scales(model, anatomy, sites, stats, journal, best_scale(self)) if self.awq else {}
 
     def refine(self, model, anatomy, sites, samples, journal, progress) -> None:
         if self.tuned:

@@ -88,7 +88,7 @@ class QuantLinear(_PackedMatrix, nn.Linear):
         bias: [out_features] or None, kept as it is.
     Forward: x [..., in_features], any float dtype -> [..., out_features] of the same dtype. On CPUs
         activations are quantized to int8 per token and chunk on the fly (`layouts.quantize_activations`); on
-        GPUs they are not.
+        GPUs they are not, unless the layout says one scale a token.
     """
 
     def __init__(
@@ -276,6 +276,10 @@ class QuantExperts(_Packed, nn.Module):
 def describe(layout: Layout) -> str:
     """ "int4 g64 asymmetric", for tables."""
     group = "row" if layout.group == -1 else f"g{layout.group}"
+    if layout.code != "int":
+        return f"{layout.code} {group}"
+    if layout.act == "token":
+        return f"int8 {group}, {'static' if layout.static else 'dynamic'} int8 activations"
     return f"int{layout.bits} {group} {'symmetric' if layout.symmetric else 'asymmetric'}"
 
 

@@ -18,10 +18,10 @@ from hfaccel.quant.linear import (
     matrix_size,
     size_of,
 )
-from hfaccel_kernels.layouts import ROWS, Layout, pack_codes, pack_rows
+from hfaccel_kernels.layouts import ROWS, Layout, pack_codes, pack_rows, pack_scales
 
 # (weight fp32 [rows, K], layout) -> codes uint8 [rows, K], scales fp32 [rows, G] that the layout's dtype can
-# hold, zeros uint8 [rows, G] or None
+# hold (double-quantized ones are what `pack_scales` makes of them), zeros uint8 [rows, G] or None
 Round = Callable[[Tensor, Layout], tuple[Tensor, Tensor, Tensor | None]]
 
 _CHUNK_ELEMENTS = 1 << 22  # rows are rounded in pieces of this many elements, so that fp32 copies stay small
@@ -40,7 +40,7 @@ def pack_matrix(weight: Tensor, layout: Layout, rounding: Round) -> dict[str, Te
         codes, scale, zero = rounding(weight[start:stop].detach().float(), layout)
         blocks = slice(start // ROWS, -(-stop // ROWS))
         out["weight"][blocks] = pack_codes(codes, layout)
-        out["weight_scale"][blocks] = pack_rows(scale.to(layout.dtype))
+        out["weight_scale"][blocks] = pack_scales(scale, layout)
         if zero is not None:
             out["weight_zero"][blocks] = pack_rows(zero)
     return out

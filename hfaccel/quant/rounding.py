@@ -71,6 +71,10 @@ class Rounding(Transform):
             self.bits, self.group, self.symmetric, "fp32" if self.bits == 8 else "fp16", 16 if wide else 8
         )
 
+    def observed_layout(self, site: Site, stats: tuple[Stats, ...] | None) -> Layout:
+        """The same, given what `apply` is given."""
+        return self.layout(site)
+
     def default_targets(self, anatomy: Anatomy) -> tuple[str, ...]:
         return tuple(name for name in default_sites(anatomy) if name != anatomy.head)
 
@@ -85,15 +89,14 @@ class Rounding(Transform):
             stats = (fold.stats,)
         each = iter(stats or ())
         try:
+            layout = self.observed_layout(site, stats)
             if fold is not None and (fold.columns is not None or fold.rows is not None):
-                return self._folded(site, fold, next(each, None))
-            return pack_module(
-                site.module, self.layout(site), lambda matrix: self.rounder(matrix, next(each, None))
-            )
+                return self._folded(site, fold, layout, next(each, None))
+            return pack_module(site.module, layout, lambda matrix: self.rounder(matrix, next(each, None)))
         except PatchError as error:
             raise PatchError(f"{site.name}: {error}") from None
 
-    def _folded(self, site: Site, fold: Fold, stats: Stats | None) -> nn.Module:
+    def _folded(self, site: Site, fold: Fold, layout: Layout, stats: Stats | None) -> nn.Module:
         """The packed form of a linear or Conv1D whose columns and rows are scaled first, in fp32."""
         module = site.module
         matrix = (module.weight.T if is_conv1d(module) else module.weight).detach().float()
@@ -104,9 +107,7 @@ class Rounding(Transform):
             matrix = matrix / fold.rows[:, None]
             if bias is not None:
                 bias = nn.Parameter((bias.detach().float() / fold.rows).to(bias.dtype), bias.requires_grad)
-        new = packed_like(
-            module, self.layout(site), pack_matrix(matrix, self.layout(site), self.rounder(matrix, stats))
-        )
+        new = packed_like(module, layout, pack_matrix(matrix, layout, self.rounder(matrix, stats)))
         new.bias = bias
         return new
 

@@ -22,7 +22,8 @@ from hfaccel.quant.grid import searched
 from hfaccel.quant.packing import Round
 from hfaccel.quant.rounding import Rounding, group_scale
 from hfaccel.transform import Site
-from hfaccel_kernels.layouts import Layout
+from hfaccel_kernels import codebook
+from hfaccel_kernels.layouts import Layout, pack_scales, unpack_scales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ class RTN(Rounding):
             return round_to_nearest
         low, high = matrix.aminmax()
         peak = torch.maximum(-low, high).float()
-        return lambda rows, layout: round_symmetric(rows, layout, peak.expand(rows.shape[0], 1))
+        return lambda rows, layout: round_to_peak(rows, layout, peak.expand(rows.shape[0], 1))
 
 
 def round_to_nearest(weight: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -86,7 +87,7 @@ def round_to_nearest(weight: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Te
     groups = grouped(weight, layout)
     low, high = groups.amin(-1), groups.amax(-1)
     if layout.symmetric:
-        return round_symmetric(weight, layout, torch.maximum(-low, high))
+        return round_to_peak(weight, layout, torch.maximum(-low, high))
     top = (1 << layout.bits) - 1
     low, high = low.clamp_max_(0), high.clamp_min_(0)
     scale = group_scale(high - low, top, layout)
@@ -96,13 +97,23 @@ def round_to_nearest(weight: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Te
     return ungrouped(codes.to(torch.uint8), weight.shape[1]), scale, zero.to(torch.uint8)
 
 
-def round_symmetric(weight: Tensor, layout: Layout, peak: Tensor) -> tuple[Tensor, Tensor, None]:
+def round_to_peak(weight: Tensor, layout: Layout, peak: Tensor) -> tuple[Tensor, Tensor, None]:
     """Symmetric codes for given peaks [N, G]."""
+    if layout.code != "int":
+        return _round_to_codebook(weight, layout, peak)
     top = (1 << (layout.bits - 1)) - 1
     scale = group_scale(peak, max(top, 1), layout)
     codes = (grouped(weight, layout) / nonzero(scale)[..., None]).round_()
     codes.clamp_(-top if layout.bits == 8 else -top - 1, top).add_(layout.zero)
     return ungrouped(codes.to(torch.uint8), weight.shape[1]), scale, None
+
+
+def _round_to_codebook(weight: Tensor, layout: Layout, peak: Tensor) -> tuple[Tensor, Tensor, None]:
+    """Codes that stand for the nearest multiples of the scale as it will be stored."""
+    scale = group_scale(peak, codebook.TOP[layout.code], layout)
+    held = unpack_scales(pack_scales(scale, layout), layout, len(scale))
+    codes = codebook.nearest(grouped(weight, layout) / nonzero(held)[..., None], layout.code)
+    return ungrouped(codes, weight.shape[1]), scale, None
 
 
 def nonzero(scale: Tensor) -> Tensor:

@@ -57,6 +57,10 @@ class Matrix:
         if self.layout is None:
             return str(self.weight.dtype).removeprefix("torch.") + ("^T" if self.transposed else "")
         group = "" if self.layout.group == -1 else f"g{self.layout.group}"
+        if self.layout.code != "int":
+            return self.layout.code + group
+        if self.layout.act == "token":
+            return f"int8{group}a8"
         return f"int{self.layout.bits}{group}{'' if self.layout.symmetric else 'z'}"
 
     @property
@@ -101,7 +105,7 @@ class Matrix:
 def acts_key(matrix: Matrix) -> tuple | None:
     """Packed matrices with one key share quantized input; None for plain ones, which take fp32."""
     layout = matrix.layout
-    return None if layout is None else (matrix.k, layout.act_bits, layout.chunks(matrix.k))
+    return None if layout is None else (matrix.k, layout.acts_key, layout.chunks(matrix.k))
 
 
 @dataclass(frozen=True)

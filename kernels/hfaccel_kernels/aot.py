@@ -232,6 +232,9 @@ def _write(dtype=torch.bfloat16, size=64, int8=False):
 _INT8, _INT8_ASYM = Layout(8), Layout(8, 64, False, "fp16")
 _INT4, _INT4_SYM = Layout(4, 64, False, "fp16"), Layout(4, 32, True, "fp16")
 _INT3, _INT2 = Layout(3, 64, False, "fp16"), Layout(2, 64, False, "fp16")
+_NF4 = Layout(4, 64, True, "double", code="nf4")
+_E4M3, _E5M2 = (Layout(8, code=code, act="token") for code in ("e4m3", "e5m2"))
+_W8A8, _STATIC = Layout(8, act="token"), Layout(8, act="token", act_scale=0.02)
 _FP16, _FP32 = torch.float16, torch.float32
 _FEW = [1] * 8  # decode, keys in parts when there are more than 256
 _MANY = [256] * 2  # prefill
@@ -246,6 +249,8 @@ CASES: dict[str, list[Callable[[], None]]] = {
         *(partial(_linear, m, _INT4) for m in (32, 64, 128)),
         *(partial(_linear, m, _INT4, _FP32) for m in (16, 128)),
         partial(_linear, 128, _INT8),
+        *(partial(_linear, m, layout) for layout in (_NF4, _E4M3, _W8A8) for m in (4, 16, 128)),
+        partial(_linear, 64, _E4M3),
     ],
     "cache_write": [partial(_write, int8=True)],
     "paged_attention": [
@@ -270,6 +275,12 @@ MORE: dict[str, list[Callable[[], None]]] = {
         partial(_linear, 16, _INT8_ASYM, _FP16, bias=True),
         partial(_linear, 128, _INT8_ASYM, _FP32),
         *(partial(_linear, 128, layout) for layout in (_INT4_SYM, _INT3, _INT2)),
+        *(partial(_linear, m, layout) for layout in (_NF4, _E4M3, _E5M2, _W8A8) for m in (1, 32)),
+        *(partial(_linear, m, _E5M2) for m in (4, 128)),
+        partial(_linear, 1, _NF4, n=256, k=4096),
+        partial(_linear, 128, _NF4, _FP32),
+        partial(_linear, 2, _STATIC, _FP16, bias=True),
+        partial(_linear, 16, Layout(4, 20, False, "double"), n=70, k=130),
     ],
     "cache_write": [partial(_write, _FP16, 80)],
     "paged_attention": [

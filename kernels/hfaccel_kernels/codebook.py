@@ -34,13 +34,11 @@ NF4 = (
     0.7229568362236023,
     1.0,
 )
-NF4_TOP = 127
-NF4_LEVELS = tuple(round(NF4_TOP * level) for level in NF4)
+NF4_LEVELS = tuple(round(127 * level) for level in NF4)
 NF4_ZERO = 7  # the code of 0
 
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-FLOAT8_TOP = {name: torch.finfo(dtype).max for name, dtype in FLOAT8.items()}
-E4M3_TOP = FLOAT8_TOP["e4m3"]
+TOP = {"nf4": 127.0, "e4m3": 448.0, "e5m2": 57344.0}  # the largest value of each
 
 
 def values(codes: torch.Tensor, code: str) -> torch.Tensor:
@@ -53,9 +51,8 @@ def values(codes: torch.Tensor, code: str) -> torch.Tensor:
 def nearest(scaled: torch.Tensor, code: str) -> torch.Tensor:
     """The codes, uint8, nearest to fp32 values in units of the scale."""
     if code in FLOAT8:
-        top = FLOAT8_TOP[code]
-        return scaled.clamp(-top, top).to(FLOAT8[code]).view(torch.uint8)
-    return torch.bucketize(scaled, _middles().to(scaled.device)).to(torch.uint8)
+        return scaled.clamp(-TOP[code], TOP[code]).to(FLOAT8[code]).view(torch.uint8)
+    return torch.bucketize(scaled.contiguous(), _middles().to(scaled.device)).to(torch.uint8)
 
 
 @lru_cache(maxsize=1)
@@ -66,4 +63,4 @@ def _middles() -> torch.Tensor:
 
 def round_e4m3(x: torch.Tensor) -> torch.Tensor:
     """fp32 rounded to what e4m3 holds, half to even, saturating."""
-    return x.clamp(-E4M3_TOP, E4M3_TOP).to(torch.float8_e4m3fn).float()
+    return x.clamp(-TOP["e4m3"], TOP["e4m3"]).to(torch.float8_e4m3fn).float()

@@ -2,11 +2,11 @@
 
 The at most 256 scales of a tile, 16 rows and 16 groups, are
 
-    s = least + step * c        least = their minimum, step = (maximum - least) / 255, c = round((s - least) / step)
+    s = least + step * c,   step = (maximum - least) / 255,   c = round((s - least) / step)
 
-in fp32. (The paper takes the mean off and has a sign; with the least no scale falls below zero, and no step is
-longer.) A block of 16 rows stores its tiles one after the other, each as step, least (fp32) and then the 16 codes of
-every group: 8.25 bits a scale, beside 16 groups.
+in fp32. (The paper takes the mean off and has a sign; with the least no scale falls below zero, and no step
+is longer.) A block of 16 rows stores its tiles one after the other, each as step, least (fp32) and then the
+16 codes of every group: 8.25 bits a scale, beside 16 groups.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def row_bytes(groups: int) -> int:
 
 
 def pack(rows: torch.Tensor, last: int = ROWS) -> torch.Tensor:
-    """fp32 scales [NB, G, 16] -> uint8 [NB, row_bytes]; of the last block only `last` rows are real, the others get
-    the code 0."""
+    """fp32 scales [NB, G, 16] -> uint8 [NB, row_bytes]; of the last block only `last` rows are real, the
+    others get the code 0."""
     blocks, groups, _ = rows.shape
     out = torch.zeros(blocks, row_bytes(groups), dtype=torch.uint8, device=rows.device)
     for tile, to in _tiles(rows, out):

@@ -116,7 +116,9 @@ class Layout:
         if self.act == "token" and (self.bits, self.group, self.symmetric, self.act_bits) != (8, -1, True, 8):
             raise ValueError("act='token' goes with 8 bits, symmetric, one group a row, act_bits=8")
         if not 0 <= self.act_scale < float("inf") or (self.act_scale and not self.static):
-            raise ValueError(f"act_scale={self.act_scale!r}: a positive fp32 number, with int and act='token'")
+            raise ValueError(
+                f"act_scale={self.act_scale!r}: a positive fp32 number, with int and act='token'"
+            )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -131,6 +133,11 @@ class Layout:
     def static(self) -> bool:
         """Whether the activations' scale is fixed."""
         return self.act_scale != 0 and self.act == "token" and self.code == "int"
+
+    @property
+    def acts_key(self) -> tuple:
+        """What of the layout, beside `chunks`, the quantized activations depend on."""
+        return self.act_bits, self.act, self.is_float, self.act_scale
 
     @property
     def zero(self) -> int:
@@ -398,7 +405,7 @@ def quantize_activations(x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor,
     x = x.float()
     spans, top = layout.chunks(x.shape[1]), ACT_TOP[layout.act_bits]
     if layout.is_float:
-        top = int(codebook.E4M3_TOP)
+        top = codebook.TOP["e4m3"]
     dtype = torch.float32 if layout.is_float else torch.int8 if layout.act_bits == 8 else torch.int16
     codes = torch.empty(x.shape, dtype=dtype, device=x.device)
     scales = torch.empty(x.shape[0], len(spans), device=x.device)

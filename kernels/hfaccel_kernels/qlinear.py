@@ -109,8 +109,8 @@ def qlinear_reference(
     k: int,
     quantize: bool | None = None,
 ) -> Tensor:
-    """The specification in plain PyTorch, fp32. `quantize`: x as on CPUs (default: on a CPU only, and wherever
-    a scale of x belongs to a token)."""
+    """The specification in plain PyTorch, fp32. `quantize`: x as on CPUs (default: on a CPU, and wherever a
+    scale of x belongs to a token)."""
     w = layouts.dequantize(weight, scale, zero, layout, n, k)
     rows = x.reshape(-1, k).float()
     if quantize is None:

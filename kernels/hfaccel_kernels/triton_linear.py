@@ -13,6 +13,11 @@ kernels walk the padded K axis of the layout, step by step; `_k_of` says which e
              is applied to the sums; with smaller groups s * (u - z) is rounded to x's dtype. fp32 x takes
              three tf32 products (error about 1e-6). M <= 16 splits K as `_gemv` does.
 
+NF4 codes are looked up in four words of levels, float8 is exact as fp16 words; neither has a zero point.
+Where the layout says one scale of x a token, `_round` makes codes of x first, the bits of the reference, and
+both kernels multiply codes: `_gemm` int8 x int8 with int32 sums, e4m3 x e4m3 from compute capability 8.9 on;
+before, and beside e5m2, both are bf16, which holds either exactly.
+
 Sums are fp32. The parts of a split K go to a workspace and `_combine` adds them in order: no atomics, so that
 one shape always gives the same bits.
 """
@@ -23,8 +28,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .layouts import ROWS, Layout
-from .triton_support import Config, interpreting
+from .codebook import NF4_LEVELS, TOP
+from .layouts import PEAK_FLOOR, ROWS, Layout
+from .triton_support import Config, capability, interpreting
 
 FILL = 128  # programs wanted before K is split: about one for each multiprocessor of a large GPU
 GEMV_ROWS = (1, 2, 4)
@@ -46,6 +52,12 @@ GEMM = {
         (64, Config((64, 128, 64), 4, 3)),
         (None, Config((128, 128, 64), 8, 3)),
     ),
+    # Hopper's e4m3 sums have few bits: they are added in fp32 every 32 elements, in registers of their own
+    "float8": (
+        (16, Config((16, 64, 128), 4, 4)),
+        (64, Config((64, 64, 128), 4, 3)),
+        (None, Config((128, 64, 128), 8, 3)),
+    ),
     "fp32": (
         (16, Config((16, 64, 32), 4, 3)),
         (None, Config((64, 64, 32), 4, 3)),
@@ -53,6 +65,18 @@ GEMM = {
 }
 _DOT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 COMBINE = Config((512,), 4, 1)
+ROUND = Config((1024,), 4, 1)
+CODES = {"int": 0, "nf4": 1, "e4m3": 2, "e5m2": 3}
+
+
+def _word(levels: tuple[int, ...]) -> int:
+    return int.from_bytes(bytes(level & 255 for level in levels), "little", signed=True)
+
+
+_NF4_0 = tl.constexpr(_word(NF4_LEVELS[0:4]))
+_NF4_1 = tl.constexpr(_word(NF4_LEVELS[4:8]))
+_NF4_2 = tl.constexpr(_word(NF4_LEVELS[8:12]))
+_NF4_3 = tl.constexpr(_word(NF4_LEVELS[12:16]))
 
 
 @triton.jit
@@ -68,7 +92,7 @@ def _k_of(place, K_STEP: tl.constexpr, GROUP: tl.constexpr, GROUP_STEPS: tl.cons
 
 
 @triton.jit
-def _words(base, first, last, COUNT: tl.constexpr, BITS: tl.constexpr):
+def _words(base, first, last, COUNT: tl.constexpr, BITS: tl.constexpr, FLIP: tl.constexpr):
     """Words of COUNT steps from step `first` on, 0 from `last` on: [..., COUNT * 16], of 3 bits three of
     them.
 
@@ -84,7 +108,7 @@ def _words(base, first, last, COUNT: tl.constexpr, BITS: tl.constexpr):
         return w0, w1, w2
     else:
         w0 = tl.load(base + first * 16 + i, mask=good, other=0)
-        if BITS == 8:
+        if FLIP:
             w0 = w0 ^ -2139062144  # 0x80 in each byte: signed to unsigned codes
         return w0, w0, w0
 
@@ -108,19 +132,82 @@ def _bits_of(w0, w1, w2, BITS: tl.constexpr, TOP: tl.constexpr):
         return ((w0 >> tl.maximum(to, 0)) << tl.maximum(-to, 0)) & (((1 << BITS) - 1) << LOW)
 
 
+@triton.jit
+def _value_of(code, CODE: tl.constexpr):
+    """fp32 values of codes in a clean int32: NF4 levels as integers, or float8."""
+    if CODE == 1:
+        low = tl.where(code < 4, _NF4_0, _NF4_1)
+        high = tl.where(code < 12, _NF4_2, _NF4_3)
+        return ((tl.where(code < 8, low, high) << (24 - 8 * (code & 3))) >> 24).to(tl.float32)
+    elif CODE == 2:  # as fp16, 2^-8 times the value: subnormals too
+        half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+        return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    else:
+        return (code << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _scale_of(scale, heads, block, group, lane, live, groups, DOUBLE: tl.constexpr):
+    """fp32 scales of (block, group, lane), which broadcast; 0 where not live. DOUBLE: double_scales.py, with
+    `heads` the same bytes as fp32."""
+    if DOUBLE:
+        tile = block.to(tl.int64) * ((groups + 15) // 16 * 8 + groups * 16) + group // 16 * 264
+        step = tl.load(heads + tile // 4, mask=live, other=0.0)
+        least = tl.load(heads + tile // 4 + 1, mask=live, other=0.0)
+        code = tl.load(scale + tile + 8 + group % 16 * 16 + lane, mask=live, other=0)
+        return code.to(tl.float32) * step + least
+    else:
+        at = block.to(tl.int64) * groups * 16 + group * 16 + lane
+        return tl.load(scale + at, mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["k"])
+def _round(
+    x, out, scale, k, stride_x, stride_out, fixed,
+    TOP: tl.constexpr, FLOAT: tl.constexpr, STATIC: tl.constexpr, FLOOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row of x as codes: layouts.quantize_activations bit for bit. out int8, or with FLOAT bf16."""
+    row = tl.program_id(0).to(tl.int64)
+    most = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, k, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        v = tl.load(x + row * stride_x + at, mask=at < k, other=0.0).to(tl.float32)
+        most = tl.maximum(most, v.to(tl.int32, bitcast=True) & 0x7FFFFFFF)  # above infinity is what is NaN
+    bits = tl.max(most, axis=0)
+    peak = bits.to(tl.float32, bitcast=True)
+    if STATIC:
+        inverse = tl.div_rn(1.0, fixed)
+        tl.store(scale + row, tl.where(bits < 0x7F800000, fixed, float("nan")))
+    else:
+        inverse = tl.where(peak > FLOOR, tl.div_rn(1.0, peak) * TOP, 0.0)
+        tl.store(scale + row, tl.div_rn(peak, TOP))
+    for start in range(0, k, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        v = tl.load(x + row * stride_x + at, mask=at < k, other=0.0).to(tl.float32) * inverse
+        v = tl.minimum(tl.maximum(v, -TOP), TOP)
+        if FLOAT:  # half to even at the last of e4m3's bits: that of the sum
+            binade = (v.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+            magic = tl.maximum(binade, 0.015625) * 1572864.0
+        else:
+            magic = 12582912.0
+        v = (v + magic) - magic
+        tl.store(out + row * stride_out + at, v.to(out.dtype.element_ty), mask=at < k)
+
+
 @triton.jit(do_not_specialize=["m", "steps", "part_steps"])
 def _gemv(
-    x, weight, scale, zero, bias, out,
+    x, weight, scale, zero, bias, out, heads, x_scale,
     m, n, k, blocks, groups, steps, part_steps, stride_x, stride_w, stride_out, stride_part,
     BITS: tl.constexpr, K_STEP: tl.constexpr, GROUP: tl.constexpr, GROUP_STEPS: tl.constexpr,
     UNIT: tl.constexpr, GAPS: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
+    CODE: tl.constexpr, DOUBLE: tl.constexpr, TOKEN: tl.constexpr,
     PART: tl.constexpr, M: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """m <= M rows of x times the 16 rows of one block. GROUP 0: one group a row. UNIT: steps that share a
     group.
 
     x [m, k]; weight int32 [blocks, words]; scale, zero [blocks, groups, 16]; out [m, n], or with PART fp32
-    [parts, m, blocks * 16].
+    [parts, m, blocks * 16]. TOKEN: x are codes, times x_scale [m].
     """
     UNITS: tl.constexpr = STEPS // UNIT
     block = tl.program_id(0)
@@ -140,35 +227,48 @@ def _gemv(
         xs = tl.load(x + rows * stride_x + element[None, :], mask=kept & good[None, :], other=0.0)
         if GROUP != 0:
             group = (at // UNIT + tl.arange(0, UNITS)) // (GROUP_STEPS // UNIT)
-            sides = side + group[:, None] * 16
             live = (group < groups)[:, None]
-            s = tl.reshape(tl.load(scale + sides, mask=live, other=0.0), (1, UNITS, 1, 16)).to(tl.float32)
+            s = _scale_of(scale, heads, block, group[:, None], lane[None, :], live, groups, DOUBLE)
+            s = tl.reshape(s, (1, UNITS, 1, 16))
             if HAS_ZERO:
-                z = tl.reshape(tl.load(zero + sides, mask=live, other=0), (1, UNITS, 1, 16)).to(tl.float32)
+                z = tl.load(zero + side + group[:, None] * 16, mask=live, other=0)
+                z = tl.reshape(z, (1, UNITS, 1, 16)).to(tl.float32)
                 z += 1 << BITS
             else:
                 z = (1 << BITS) + (1 << (BITS - 1))
-        w0, w1, w2 = _words(weight + block.to(tl.int64) * stride_w, at, last, STEPS, BITS)
+        w0, w1, w2 = _words(
+            weight + block.to(tl.int64) * stride_w, at, last, STEPS, BITS, BITS == 8 and CODE == 0
+        )
         w0 = tl.reshape(w0, (1, UNITS, UNIT, 16, 1))
         w1 = tl.reshape(w1, (1, UNITS, UNIT, 16, 1))
         w2 = tl.reshape(w2, (1, UNITS, UNIT, 16, 1))
         xs = tl.reshape(xs, (M, UNITS, UNIT, 1, K_STEP)).to(tl.float32)
-        lifted = (_bits_of(w0, w1, w2, BITS, 23) | ((127 + BITS) << 23)).to(tl.float32, bitcast=True)
-        part = tl.sum(lifted * xs, axis=4)
+        if CODE == 0:
+            w = (_bits_of(w0, w1, w2, BITS, 23) | ((127 + BITS) << 23)).to(tl.float32, bitcast=True)
+        else:
+            w = _value_of(_bits_of(w0, w1, w2, BITS, BITS), CODE)
+        part = tl.sum(w * xs, axis=4)
         x_part = tl.sum(xs, axis=4)
         if GROUP == 0:
             total += part
             x_total += x_part
-        else:
+        elif CODE == 0:
             total += s * (part - z * x_part)
+        else:
+            total += s * part
     y = tl.sum(tl.reshape(total, (M, STEPS, 16)), axis=1)  # [M, 16]
     if GROUP == 0:
         if HAS_ZERO:
             z = tl.load(zero + side).to(tl.float32) + (1 << BITS)
         else:
             z = (1 << BITS) + (1 << (BITS - 1))
-        x_sum = tl.sum(tl.reshape(x_total, (M, STEPS)), axis=1)
-        y = tl.load(scale + side).to(tl.float32) * (y - z * x_sum[:, None])
+        if CODE == 0:
+            x_sum = tl.sum(tl.reshape(x_total, (M, STEPS)), axis=1)
+            y -= z * x_sum[:, None]
+        every = lane[None, :] >= 0
+        y *= _scale_of(scale, heads, block, 0, lane[None, :], every, groups, DOUBLE)
+    if TOKEN:
+        y *= tl.load(x_scale + rows, mask=kept, other=0.0)
     column = block * 16 + lane[None, :]
     if PART:
         tl.store(out + tl.program_id(1).to(tl.int64) * stride_part + rows * stride_out + column, y, mask=kept)
@@ -180,10 +280,11 @@ def _gemv(
 
 @triton.jit(do_not_specialize=["m", "steps", "part_steps"])
 def _gemm(
-    x, weight, scale, zero, bias, out,
+    x, weight, scale, zero, bias, out, heads, x_scale,
     m, n, k, blocks, groups, steps, part_steps, stride_x, stride_w, stride_out, stride_part,
     BITS: tl.constexpr, K_STEP: tl.constexpr, GROUP: tl.constexpr, GROUP_STEPS: tl.constexpr,
     UNIT: tl.constexpr, GAPS: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr,
+    CODE: tl.constexpr, DOUBLE: tl.constexpr, TOKEN: tl.constexpr,
     PART: tl.constexpr, DOT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -207,13 +308,14 @@ def _gemm(
     block = tile_n * BLOCKS + tl.arange(0, BLOCKS)
     lane = tl.arange(0, 16)
     x_rows = x + rows.to(tl.int64)[:, None] * stride_x
-    w_blocks = weight + tl.minimum(block, blocks - 1).to(tl.int64)[:, None] * stride_w
-    side = tl.minimum(block, blocks - 1).to(tl.int64)[:, None, None] * groups * 16 + lane[None, None, :]
+    held = tl.minimum(block, blocks - 1)
+    w_blocks = weight + held.to(tl.int64)[:, None] * stride_w
+    side = held.to(tl.int64)[:, None, None] * groups * 16 + lane[None, None, :]
     if not HAS_ZERO:
         z = tl.full((1, 1, 1, 1, 1), 1 << (BITS - 1), tl.float32)
     elif GROUP == 0:
         z = tl.reshape(tl.load(zero + side).to(tl.float32), (BLOCKS, 1, 1, 16, 1))
-    acc = tl.zeros((BM, BN), tl.float32)
+    acc = tl.zeros((BM, BN), tl.int32 if DOT == tl.int8 else tl.float32)
     for at in tl.range(first, last, STEPS, num_stages=STAGES):
         place = at * K_STEP + tl.arange(0, BK)
         element, good = _k_of(place, K_STEP, GROUP, GROUP_STEPS, GAPS, k)
@@ -221,28 +323,53 @@ def _gemm(
         xs = tl.load(x_rows + element[None, :], mask=(rows < m)[:, None] & good[None, :], other=0.0)
         if GROUP != 0:
             group = (at // UNIT + tl.arange(0, UNITS)) // (GROUP_STEPS // UNIT)
-            sides = side + group[None, :, None] * 16
             live = (group < groups)[None, :, None]
-            s = tl.load(scale + sides, mask=live, other=0.0).to(tl.float32)
+            s = _scale_of(
+                scale,
+                heads,
+                held[:, None, None],
+                group[None, :, None],
+                lane[None, None, :],
+                live,
+                groups,
+                DOUBLE,
+            )
             s = tl.reshape(s, (BLOCKS, UNITS, 1, 16, 1))
             if HAS_ZERO:
-                zs = tl.load(zero + sides, mask=live, other=0).to(tl.float32)
+                zs = tl.load(zero + side + group[None, :, None] * 16, mask=live, other=0).to(tl.float32)
                 z = tl.reshape(zs, (BLOCKS, UNITS, 1, 16, 1))
-        w0, w1, w2 = _words(w_blocks, at, last, STEPS, BITS)
+        w0, w1, w2 = _words(w_blocks, at, last, STEPS, BITS, BITS == 8 and CODE == 0 and not TOKEN)
         w0 = tl.reshape(w0, (BLOCKS, UNITS, UNIT, 16, 1))
         w1 = tl.reshape(w1, (BLOCKS, UNITS, UNIT, 16, 1))
         w2 = tl.reshape(w2, (BLOCKS, UNITS, UNIT, 16, 1))
-        # 2^23 + u is the float whose mantissa is u: its difference to 2^23 + z is exact.
-        w = (_bits_of(w0, w1, w2, BITS, BITS) | 0x4B000000).to(tl.float32, bitcast=True) - (z + 8388608.0)
+        code = _bits_of(w0, w1, w2, BITS, BITS)
+        if DOT == tl.int8:
+            w = code.to(tl.int8)
+        elif DOT == tl.float8e4nv:
+            w = code.to(tl.int8).to(tl.float8e4nv, bitcast=True)
+        elif CODE != 0:
+            w = _value_of(code, CODE)
+        elif TOKEN:  # stored with its sign
+            w = ((code << 24) >> 24).to(tl.float32)
+        else:  # 2^23 + u is the float whose mantissa is u: its difference to 2^23 + z is exact.
+            w = (code | 0x4B000000).to(tl.float32, bitcast=True) - (z + 8388608.0)
         if GROUP != 0:
             w = w * s
         w = tl.reshape(w.to(DOT), (BLOCKS, STEPS, 16, K_STEP))
         w = tl.reshape(tl.permute(w, (1, 3, 0, 2)), (BK, BN))
-        acc = tl.dot(xs.to(DOT), w, acc, input_precision="tf32x3" if DOT == tl.float32 else None)
+        if DOT == tl.int8:
+            acc = tl.dot(xs, w, acc, out_dtype=tl.int32)
+        elif DOT == tl.float8e4nv:
+            acc = tl.dot(xs.to(DOT), w, acc, max_num_imprecise_acc=32)
+        else:
+            acc = tl.dot(xs.to(DOT), w, acc, input_precision="tf32x3" if DOT == tl.float32 else None)
     column = tile_n * BN + tl.arange(0, BN)
+    acc = acc.to(tl.float32)
     if GROUP == 0:
-        s = tl.load(scale + column, mask=column < blocks * 16, other=0.0)
-        acc = acc * s.to(tl.float32)[None, :]
+        s = _scale_of(scale, heads, column // 16, 0, column % 16, column < blocks * 16, groups, DOUBLE)
+        acc = acc * s[None, :]
+    if TOKEN:
+        acc = acc * tl.load(x_scale + rows, mask=rows < m, other=0.0)[:, None]
     here = (rows < m)[:, None] & (column < n)[None, :]
     at = rows.to(tl.int64)[:, None] * stride_out + column[None, :]
     if PART:
@@ -280,8 +407,8 @@ def _combine(
     tl.store(out + row * stride_out + column, total.to(out.dtype.element_ty), mask=here)
 
 
-def _gemm_config(m: int, dtype: torch.dtype) -> Config:
-    table = GEMM["fp32" if dtype == torch.float32 else "half"]
+def _gemm_config(m: int, dtype: torch.dtype, layout: Layout) -> Config:
+    table = GEMM["float8" if layout.is_float else "fp32" if dtype == torch.float32 else "half"]
     return next(config for most, config in table if most is None or m <= most)
 
 
@@ -324,11 +451,38 @@ def linear(
     m = rows.shape[0]
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     if m:
-        _launch(rows, weight.view(torch.int32), scale, zero, bias, layout, out)
+        x_scale = None
+        if layout.act == "token":
+            rows, x_scale = quantize(rows, layout)
+        _launch(rows, x_scale, weight.view(torch.int32), scale, zero, bias, layout, out)
     return out.view(*x.shape[:-1], n)
 
 
-def _launch(x, weight, scale, zero, bias, layout, out):
+def quantize(x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    """`layouts.quantize_activations` of x [M, K] where a scale belongs to a token: codes [M, K], int8 or
+    bf16, and scales fp32 [M]."""
+    m, k = x.shape
+    codes = torch.empty(m, k, dtype=torch.bfloat16 if layout.is_float else torch.int8, device=x.device)
+    scale = torch.empty(m, dtype=torch.float32, device=x.device)
+    (block,) = ROUND.tile
+    _round[(m,)](
+        x, codes, scale, k, x.stride(0), codes.stride(0), layout.act_scale,
+        TOP=TOP["e4m3"] if layout.is_float else 127.0, FLOAT=layout.is_float, STATIC=layout.static,
+        FLOOR=PEAK_FLOOR, BLOCK=block, num_warps=ROUND.num_warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    return codes, scale
+
+
+def _dot(x: torch.Tensor, layout: Layout) -> tl.dtype:
+    """The dtype of the factors of `_gemm`."""
+    if interpreting():
+        return tl.int8 if x.dtype == torch.int8 else tl.float32
+    if layout.code == "e4m3" and capability(x.device) >= 89:
+        return tl.float8e4nv
+    return tl.int8 if x.dtype == torch.int8 else _DOT[x.dtype]
+
+
+def _launch(x, x_scale, weight, scale, zero, bias, layout, out):
     (m, k), n, blocks = x.shape, out.shape[1], weight.shape[0]
     steps = layout.padded_k(k) // layout.k_step
     group = 0 if layout.groups(k) == 1 else layout.group
@@ -342,7 +496,7 @@ def _launch(x, weight, scale, zero, bias, layout, out):
         (tile_steps,) = config.tile
         tiles = blocks
     else:
-        config = _gemm_config(m, x.dtype)
+        config = _gemm_config(m, x.dtype, layout)
         bm, bn, bk = config.tile
         tile_steps = bk // layout.k_step
         tiles = -(-m // bm) * -(-blocks * ROWS // bn)
@@ -358,20 +512,25 @@ def _launch(x, weight, scale, zero, bias, layout, out):
         "GAPS": gaps,
         "HAS_ZERO": zero is not None,
         "HAS_BIAS": bias is not None and not split,
+        "CODE": CODES[layout.code],
+        "DOUBLE": layout.scale_dtype == "double",
+        "TOKEN": x_scale is not None,
         "PART": split,
         "STAGES": config.num_stages,
         "num_warps": config.num_warps,
         "enable_fp_fusion": True,
     }
-    tensors = (x, weight, scale, zero, None if split else bias, to)
+    heads = scale.view(torch.float32) if layout.scale_dtype == "double" else None
+    tensors = (x, weight, scale, zero, None if split else bias, to, heads, x_scale)
     strides = (x.stride(0), weight.stride(0), to.stride(-2), to.stride(0) if split else 0)
     sizes = (m, n, k, blocks, layout.groups(k), steps, part_steps)
     if small:
         rows = next(rows for rows in GEMV_ROWS if m <= rows)
         _gemv[(blocks, parts)](*tensors, *sizes, *strides, M=rows, STEPS=tile_steps, **constants)
     else:
-        dot = tl.float32 if interpreting() else _DOT[x.dtype]
-        _gemm[(tiles, parts)](*tensors, *sizes, *strides, BM=bm, BN=bn, BK=bk, DOT=dot, **constants)
+        _gemm[(tiles, parts)](
+            *tensors, *sizes, *strides, BM=bm, BN=bn, BK=bk, DOT=_dot(x, layout), **constants
+        )
     if split:
         (block,) = COMBINE.tile
         _combine[(-(-n // block), m)](

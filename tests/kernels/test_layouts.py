@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from hfaccel_kernels import layouts
-from hfaccel_kernels.layouts import Layout
 from hfaccel_kernels.codebook import FLOAT8, NF4
+from hfaccel_kernels.layouts import Layout
 from packed import LAYOUTS, SHAPES, name, random_codes, random_packed
 
 GRIDS = sorted({(n, k) for _, n, k in SHAPES})

@@ -13,7 +13,14 @@ import pytest
 import torch
 
 from hfaccel_kernels import paged, triton_linear, triton_paged
-from hfaccel_kernels.layouts import Layout, dequantize, pack_codes, pack_rows
+from hfaccel_kernels.layouts import (
+    Layout,
+    dequantize,
+    pack_codes,
+    pack_rows,
+    pack_scales,
+    quantize_activations,
+)
 
 ENGINE = os.environ["HFACCEL_TRITON_ENGINE"]
 DEVICE = "cuda" if ENGINE == "cuda" else "cpu"
@@ -104,6 +111,71 @@ LINEAR_TTSEM = {
     "8-bit-m1", "4-bit-m1", "4-bit-m5", "3-bit-m1", "2-bit-m5", "gaps-3-20-m7", "parts-m1",
     "int8-row-sym-gemm",
 }  # fmt: skip
+
+
+NF4, NF4_ROW = Layout(4, 64, True, "double", code="nf4"), Layout(4, -1, True, "fp16", code="nf4")
+NF4_GAPS, INT4_DOUBLE = Layout(4, 20, True, "fp32", code="nf4"), Layout(4, 16, False, "double")
+E4M3, E5M2 = (Layout(8, code=code, act="token") for code in ("e4m3", "e5m2"))
+W8A8, STATIC = Layout(8, act="token"), Layout(8, act="token", act_scale=0.02)
+CODES = {
+    **{f"nf4-m{m}": (NF4, m, 40, 300, BF16) for m in (1, 3, 40)},
+    "nf4-tiles": (NF4, 7, 40, 64 * 19, FP16),  # more groups than one tile of scales has
+    "nf4-parts": (NF4, 1, 20, 2100, FP32),
+    **{f"nf4-row-m{m}": (NF4_ROW, m, 33, 100, FP16) for m in (2, 9)},
+    **{f"nf4-gaps-m{m}": (NF4_GAPS, m, 17, 90, FP32) for m in (1, 6)},
+    **{f"double-m{m}": (INT4_DOUBLE, m, 40, 16 * 18, BF16) for m in (1, 8)},
+    **{f"{layout.code}-m{m}": (layout, m, 40, 300, dtype)
+       for layout in (E4M3, E5M2) for m, dtype in ((1, BF16), (3, FP32), (20, BF16))},
+    "e4m3-parts": (E4M3, 2, 20, 2100, BF16),
+    **{f"{name}-m{m}": (layout, m, 40, 300, dtype)
+       for name, layout in (("w8a8", W8A8), ("static", STATIC))
+       for m, dtype in ((1, BF16), (3, FP32), (20, BF16))},
+    "w8a8-parts": (W8A8, 9, 20, 2100, BF16),
+}  # fmt: skip
+CODES_TTSEM = {"nf4-m1", "nf4-m40", "e4m3-m1", "e4m3-m20", "w8a8-m20", "static-m3"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=i, marks=ttsem_too if i in CODES_TTSEM else ()) for i, c in CODES.items()]
+)
+def test_linear_of_other_codes(case):
+    """NF4, double-quantized scales, float8, and activations with one scale a token."""
+    layout, m, n, k, dtype = case
+    codes = torch.randint(0, 2**layout.bits, (n, k)).to(torch.uint8)
+    if layout.is_float:
+        codes &= 0xBF  # all of them finite
+    elif layout.act == "token":
+        codes.clamp_min_(1)
+    scale = pack_scales(torch.rand(n, layout.groups(k)) * 0.02 + 0.01, layout)
+    zero = None
+    if not layout.symmetric:
+        zero = pack_rows(torch.randint(0, 16, (n, layout.groups(k))).to(torch.uint8))
+    weight = pack_codes(codes, layout)
+    x, bias = torch.randn(m, k).to(dtype), torch.randn(n).to(dtype)
+    w = dequantize(weight, scale, zero, layout, n, k).double()
+    seen = x.double()
+    if layout.act == "token":
+        rounded, by = quantize_activations(x, layout)
+        seen = rounded.double() * by.double()
+        mine, mine_by = triton_linear.quantize(x.to(DEVICE), layout)
+        assert torch.equal(mine.float().cpu(), rounded.float()) and torch.equal(mine_by.cpu(), by[:, 0])
+    want = seen @ w.T + bias.double()
+    reach = w.abs() if layout.symmetric else w.abs() + 32 * 0.03
+    bound = SUMS * (seen.abs() @ reach.T) + SUMS * want.abs() + ROUNDING[dtype] * want.abs()
+    if m > 4 and layout.groups(k) > 1 and ENGINE != "interpreter":  # s * level is rounded
+        bound += ROUNDING[dtype] * (seen.abs() @ w.abs().T)
+    args = [None if t is None else t.to(DEVICE) for t in (x, weight, scale, zero, bias)]
+    assert_within(triton_linear.linear(*args, layout, n, k), want, bound)
+
+
+@ttsem_too
+@pytest.mark.parametrize("layout", [E4M3, W8A8, STATIC], ids=["e4m3", "w8a8", "static"])
+def test_what_is_not_finite_poisons_its_token_alone(layout):
+    x = torch.randn(4, 40)
+    x[1, 3], x[2, 30] = float("nan"), float("-inf")
+    x[3] = 0
+    _, scale = triton_linear.quantize(x.to(DEVICE), layout)
+    assert scale.isfinite().tolist() == [True, False, False, True]
 
 
 @pytest.mark.parametrize(

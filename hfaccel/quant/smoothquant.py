@@ -1,0 +1,125 @@
+"""SmoothQuant: INT8 weights and INT8 activations, outliers of the inputs moved into the weights first.
+
+    W x = (W diag(s)) (x / s),      s_j = max|x_j|^alpha / max|w_j|^(1 - alpha)
+
+with x_j input j over calibration and w_j its column over all its readers (Xiao et al. 2022,
+arXiv:2211.10438). The inverse goes where AWQ's goes (`awq.fold_scales`): into the norm or the rows of the
+linear that feeds the readers; a group without such a feeder keeps its inputs, and the report says why.
+
+Then weights are rounded to nearest, one scale a row, and activations as they come, one scale a token (max|x|
+/ 127), or with `static` one for all tokens, the largest of calibration: products are int8 x int8, sums exact.
+Fused experts, whose experts see few tokens each, have a scale a token either way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hfaccel.anatomy import Anatomy
+from hfaccel.errors import PatchError, UnknownName
+from hfaccel.journal import Journal
+from hfaccel.observers import SiteStats, Stats, Want
+from hfaccel.quant.awq import fold_scales
+from hfaccel.quant.packing import Round
+from hfaccel.quant.rounding import Rounding
+from hfaccel.quant.rtn import round_to_nearest
+from hfaccel.transform import Fold, Site
+from hfaccel_kernels.layouts import Layout
+
+_SMALLEST = 1e-5  # of the scales
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmoothQuant(Rounding):
+    """INT8 weights and activations.
+
+    Attributes:
+        alpha: how much of the inputs' sizes moves into the weights, 0 to 1; None: nothing, and no data is
+            asked for unless `static`.
+        static: one activation scale for all tokens, from calibration; False: one a token.
+    Raises: PatchError for other bits than 8, groups or zero points.
+    """
+
+    name: ClassVar[str] = "w8a8"
+    steps: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("w8a8", "calibrated INT8 weights (a row) and activations (a token), smoothed; -static, -nosmooth"),
+    )
+
+    alpha: float | None = 0.5
+    static: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.bits, self.group, self.symmetric) != (8, -1, True):
+            raise PatchError("SmoothQuant: it has 8 bits, one scale a row and no zero points")
+        number = isinstance(self.alpha, float | int) and not isinstance(self.alpha, bool)
+        if self.alpha is not None and not (number and 0 <= self.alpha <= 1):
+            raise PatchError(f"SmoothQuant: alpha={self.alpha!r}; a number between 0 and 1, or None")
+        if not isinstance(self.static, bool):
+            raise PatchError(f"SmoothQuant: static={self.static!r}; True or False")
+
+    @classmethod
+    def parse(cls, rest: str, options: list[str]) -> SmoothQuant:
+        if rest:
+            raise UnknownName(f"recipe step w8a8{rest}: known is w8a8")
+        for option in options:
+            if option not in ("static", "nosmooth"):
+                raise UnknownName(f"w8a8: unknown option -{option}; known are -static, -nosmooth")
+        if len(set(options)) < len(options):
+            raise PatchError(f"w8a8-{'-'.join(options)}: an option is given twice")
+        return cls(static="static" in options, **({"alpha": None} if "nosmooth" in options else {}))
+
+    def step(self) -> str:
+        return "w8a8" + "-static" * self.static + "-nosmooth" * (self.alpha is None)
+
+    def observer(self, site: Site) -> Want | None:
+        needless = isinstance(site.module, nn.Embedding) or (self.alpha is None and not self.static)
+        return None if needless else Want(channels=True)
+
+    def smooth(
+        self, model: nn.Module, anatomy: Anatomy, sites: list[Site], stats: SiteStats, journal: Journal
+    ) -> dict[str, Fold]:
+        if self.alpha is None:
+            return {}
+        return fold_scales(model, anatomy, sites, stats, journal, partial(_choose, alpha=self.alpha))
+
+    def layout(self, site: Site) -> Layout:
+        return Layout(8, act="token")
+
+    def observed_layout(self, site: Site, stats: tuple[Stats, ...] | None) -> Layout:
+        layout = self.layout(site)
+        if not self.static or stats is None or len(stats) > 1 or not stats[0].tokens:
+            return layout
+        return replace(layout, act_scale=float(stats[0].abs_max.max() / 127))
+
+    def rounder(self, matrix: Tensor, stats: Stats | None) -> Round:
+        return round_to_nearest
+
+
+def _choose(
+    readers: list[Site], weights: list[Tensor], found: Stats, into: Tensor, *, alpha: float
+) -> Tensor:
+    return migration(found.abs_max, torch.stack([w.abs().amax(0) for w in weights]).amax(0), alpha, into)
+
+
+def migration(inputs: Tensor, columns: Tensor, alpha: float, into: Tensor | None = None) -> Tensor:
+    """The scale [K] of input channels.
+
+    Args:
+        inputs: max |x_j|, columns: max |w_j|, both fp32 [K].
+        into: [K] int64; columns of equal numbers have equal scales. None: each its own.
+    Returns: 1 for a channel without inputs or without weights.
+    """
+    if into is not None:
+        same = into.unique(return_inverse=True)[1]
+        inputs, columns = (
+            torch.zeros_like(v[: int(same.max()) + 1]).scatter_reduce(0, same, v, "amax")[same]
+            for v in (inputs, columns.float())
+        )
+    scale = (inputs.double() ** alpha / columns.double() ** (1 - alpha)).float().clamp_min(_SMALLEST)
+    return torch.where((inputs > 0) & (columns > 0), scale, 1.0)
