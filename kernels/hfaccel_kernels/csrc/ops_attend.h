@@ -275,26 +275,37 @@ static inline void attend(const AttendArgs& a, const HfaStep& step, const Scratc
 template <class ScratchOf>
 static inline void join_shared(const AttendArgs& a, int nthreads, int64_t begin, int64_t end, float* out, int64_t ldo,
                                ScratchOf&& scratch_of) {
-    const int64_t dv = pad_lanes(a.pages->v_size);
-    std::vector<float> joined(dv);
+    const int64_t dv = pad_lanes(a.pages->v_size), ld = 2 + dv;
+    constexpr int kTogether = 8;  // heads whose weights are one exponential
+    std::vector<float> joined(kTogether * dv);
     for (int t = 0; t < nthreads; ++t) {
         const Scratch first = scratch_of(t);
         const int64_t row = first.shared->out_row, head = first.shared->out_head, heads = first.shared->out_heads;
         if (row < begin || row >= end) continue;
-        for (int64_t h = 0; h < heads; ++h) {
-            const float* keep = first.prefix + h * (2 + dv);
-            RowState state{keep[0], keep[1]};
-            memcpy(joined.data(), keep + 2, dv * 4);
+        for (int64_t h = 0; h < heads; h += kTogether) {
+            const int n = heads - h < kTogether ? (int)(heads - h) : kTogether;
+            RowState state[kTogether];
+            float m[kTogether], l[kTogether];
+            for (int i = 0; i < n; ++i) {
+                const float* keep = first.prefix + (h + i) * ld;
+                state[i] = {keep[0], keep[1]};
+                memcpy(joined.data() + i * dv, keep + 2, dv * 4);
+            }
             for (int u = t + 1; u < nthreads; ++u) {
                 const Scratch more = scratch_of(u);
                 if (more.shared->in_row != row || more.shared->in_head != head) continue;
                 for (int64_t s = 0; s < more.shared->in_segments; ++s) {
-                    const float* part = more.segments + (s * heads + h) * (2 + dv);
-                    join_rows(1, &state, joined.data(), part, part + 1, part + 2, dv, dv);
+                    const float* part = more.segments + (s * heads + h) * ld;
+                    for (int i = 0; i < n; ++i) {
+                        m[i] = part[i * ld];
+                        l[i] = part[i * ld + 1];
+                    }
+                    join_rows(n, state, joined.data(), m, l, part + 2, ld, dv);
                 }
             }
-            finish_row(state, joined.data(), a.sinks ? a.sinks + head + h : nullptr, a.pages->v_size,
-                       out + row * ldo + (head + h) * a.pages->v_size);
+            for (int i = 0; i < n; ++i)
+                finish_row(state[i], joined.data() + i * dv, a.sinks ? a.sinks + head + h + i : nullptr,
+                           a.pages->v_size, out + row * ldo + (head + h + i) * a.pages->v_size);
         }
     }
 }
