@@ -30,6 +30,9 @@ LAYOUTS = {
     "int4 g64 sym": Layout(4, 64, True, "fp16"),
     "int3 g64": Layout(3, 64, False, "fp16"),
     "int2 g64": Layout(2, 64, False, "fp16"),
+    "nf4 g64": Layout(4, 64, True, "double", code="nf4"),
+    "fp8 e4m3": Layout(8, code="e4m3", act="token"),
+    "w8a8": Layout(8, act="token"),
 }
 SHAPES = {  # N x K
     "SmolLM2-135M q/o": (576, 576),
@@ -43,9 +46,14 @@ SHAPES = {  # N x K
 
 def random_packed(layout: Layout, n: int, k: int) -> tuple:
     shapes = layout.shapes(n, k)
-    (weight, _), (scale, dtype) = shapes["weight"], shapes["weight_scale"]
-    zero = None if layout.symmetric else torch.randint(0, 1 << layout.bits, scale, dtype=torch.uint8)
-    return torch.randint(0, 256, weight, dtype=torch.uint8), (torch.rand(scale) * 0.1).to(dtype), zero
+    scale = torch.rand(n, layout.groups(k)) * 0.1
+    zero = None
+    if not layout.symmetric:
+        zero = torch.randint(0, 1 << layout.bits, shapes["weight_zero"][0], dtype=torch.uint8)
+    weight = torch.randint(0, 256, shapes["weight"][0], dtype=torch.uint8)
+    if layout.is_float:
+        weight &= 0xBF  # finite
+    return weight, layouts.pack_scales(scale, layout), zero
 
 
 def variants(n: int, k: int, m: int, cold_bytes: int):
