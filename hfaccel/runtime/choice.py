@@ -1,11 +1,18 @@
 """Never slower: which executor serves a model on a CPU, by a short measurement of the plan and of its
 modules.
 
-The two round differently, so the choice is made once, at the end of `patch` (or at the first `generate` of a
-model that carries none), and recorded as `config.hfaccel["executor"]`: copies and saved folders repeat it.
+The two round differently, so the choice is made once and recorded as `config.hfaccel["executor"]`: copies and
+saved folders repeat it. It is measured
+- at the end of `patch`, unless the config names an executor already; what `auto` patches to try it is
+  measured too;
+- at the first `generate` (or whatever else asks for the runner) of a model whose config names none: it was in
+  training mode or on another device when it was patched, or was saved without a record;
+- never in a forked child, for a model in training mode or off the CPU, for one that the plan or the modules
+  do not serve or whose position table is too short for a prompt, nor where HFACCEL_EXECUTOR or
+  HFACCEL_BACKEND names one or HFACCEL_MEASURE is 0. There `Runner` takes the first executor that serves.
+
 The native plan is kept unless the modules are faster both at a decode step and at a prompt, by more than
-`MARGIN`; where it loses one of the two, `report()` says so. HFACCEL_EXECUTOR overrides the choice,
-HFACCEL_MEASURE=0 makes none.
+`MARGIN`; where it loses one of the two, `report()` says so.
 
 It takes about `BUDGET_S` at most: a prompt is measured only where both are expected to end in time, and
 models with a native step above `LONG_S` are not measured. There a step is the time to read the weights, which

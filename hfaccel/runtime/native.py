@@ -24,7 +24,7 @@ from hfaccel_kernels import dispatch, native
 
 REPLICATE_TOKENS = 2  # steps up to this size do row records in every thread; see csrc/plan.h
 
-# Return values of hfa_plan_run: csrc/plan.cpp's Error
+# Return values of hfa_plan_run: csrc/plan_check.h's Error
 _ARENA = 8
 _REFUSALS = {
     2: "the step's sizes contradict each other",

@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 import time
@@ -232,3 +233,9 @@ def test_a_forked_child_runs_on_one_thread():
         os._exit(lib.hfa_count_threads(2))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     assert lib.hfa_count_threads(2) == 2
+
+
+def test_the_readme_names_every_source():
+    text = (native.CSRC.parents[1] / "README.md").read_text()
+    named = set(re.findall(r"`(\w+\.(?:h|cpp))`", text))
+    assert named == {path.name for path in native.CSRC.iterdir()}

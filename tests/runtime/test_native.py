@@ -168,12 +168,16 @@ def test_weights_changed_in_place_are_seen():
 
 def test_replaced_tensors_stay_alive_while_the_plan_points_at_them():
     model, ids = tiny.tiny("llama"), tiny.ids(1, 9)[0]
-    steps = Steps(model, executor(model))
+    runner = Runner(model)
+    steps = Steps(model, runner.refresh())
     before = steps.run(ids)[0]
     for parameter in model.parameters():
         parameter.data = torch.full_like(parameter, float("nan"))
+    reused = [torch.full_like(p, float("nan")) for p in model.parameters() for _ in range(4)]
     assert torch.equal(steps.run(ids)[0], before)
-    assert steps.runner.refresh() is not steps.runner.executor or steps.run(ids)[0].isnan().all()
+    assert runner.refresh() is not steps.runner.executor
+    assert Steps(model, runner.executor).run(ids)[0].isnan().all()
+    del reused
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "mixtral"])

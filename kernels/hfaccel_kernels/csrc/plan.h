@@ -123,5 +123,5 @@ struct HfaStep {
 // Bytes of arena a step needs, 64-byte aligned.
 HFA_EXPORT int64_t hfa_plan_arena(const HfaPlan* plan, const HfaStep* step);
 HFA_EXPORT void hfa_plan_offsets(const HfaPlan* plan, const HfaStep* step, int64_t* offsets);
-// Runs a step. 0, or the number of the check that failed (plan.cpp: kErrors); nothing has been written then.
+// Runs a step. 0, or the number of the check that failed (Error of plan_check.h); nothing has been written then.
 HFA_EXPORT int hfa_plan_run(const HfaPlan* plan, HfaStep* step);
