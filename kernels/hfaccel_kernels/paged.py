@@ -109,6 +109,11 @@ def _check(q, k_pages, v_pages, block_tables, q_starts, lengths, k_scale, v_scal
         raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} KV heads")
     if q.shape[2] != k_pages.shape[3]:
         raise ValueError(f"head size {q.shape[2]} of q is not that of the pages, {k_pages.shape[3]}")
+    if v_pages.shape[:3] != k_pages.shape[:3]:
+        raise ValueError(
+            f"pages, tokens and heads of V, {tuple(v_pages.shape[:3])}, are not those of K, "
+            f"{tuple(k_pages.shape[:3])}"
+        )
     if block_tables.shape[0] != lengths.shape[0] or q_starts.shape[0] != lengths.shape[0] + 1:
         raise ValueError(
             f"block_tables, q_starts and lengths are of {block_tables.shape[0]}, {q_starts.shape[0] - 1} and "

@@ -215,6 +215,9 @@ def test_contradictions_are_refused(fn):
         fn(torch.randn(2, 5, 16), **args)
     with pytest.raises(ValueError, match="head size 8"):
         fn(torch.randn(2, 4, 8), **args)
+    for few in (pool["v_pages"][:1], pool["v_pages"][:, :, :1]):
+        with pytest.raises(ValueError, match="of V, .* are not those of K"):
+            fn(q, **{**args, "v_pages": few})
     with pytest.raises(ValueError, match="sequences"):
         fn(q, **{**args, "lengths": lengths[:1]})
     with pytest.raises(ValueError, match="int8 pages"):
