@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import register_parametrization
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 import tiny
 from hfaccel.runtime import Unsupported
 from hfaccel.runtime.plan import ASKED, TOKENS, Buffer, Matrix, Plan, View
+from hfaccel.runtime.plan_attention import alibi_slopes
 from hfaccel.runtime.plan_build import build
 from hfaccel.runtime.plan_ops import Act, Add, Attend, CacheWrite, Gather, Join, Matmul, Norm, Quant
 from hfaccel_kernels.layouts import Layout
@@ -161,6 +163,12 @@ def test_attention_is_checked():
             attend(heads, kv_heads, size)
     with pytest.raises(Unsupported, match="sinks"):
         attend(6, 2, 16, sinks=torch.zeros(5))
+
+
+@pytest.mark.parametrize("heads", [1, 3, 4, 12, 16, 71])
+def test_alibi_slopes_are_transformers_own(heads):
+    want = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
+    torch.testing.assert_close(alibi_slopes(heads), want, rtol=1e-6, atol=0)
 
 
 def test_join_belongs_to_its_attention():
