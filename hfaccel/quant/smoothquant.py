@@ -8,7 +8,10 @@ linear that feeds the readers; a group without such a feeder keeps its inputs, a
 
 Then weights are rounded to nearest, one scale a row, and activations as they come, one scale a token (max|x|
 / 127), or with `static` one for all tokens, the largest of calibration: products are int8 x int8, sums exact.
-Fused experts, whose experts see few tokens each, have a scale a token either way.
+These keep a scale a token: inputs with a largest value beyond 50 times their root mean square, whose other
+tokens one scale would round away (9 of 210 in the demo model's twin, down projections: with them perplexity
+rises by 1.9 % over a scale a token everywhere, without by 18 %), and those of fused experts, which see few
+tokens each.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from hfaccel.transform import Fold, Site
 from hfaccel_kernels.layouts import Layout
 
 _SMALLEST = 1e-5  # of the scales
+_SPREAD = 50  # largest value over root mean square that one scale for all tokens can serve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +99,8 @@ class SmoothQuant(Rounding):
         layout = self.layout(site)
         if not self.static or stats is None or len(stats) > 1 or not stats[0].tokens:
             return layout
-        return replace(layout, act_scale=float(stats[0].abs_max.max() / 127))
+        most, typical = stats[0].abs_max.max(), stats[0].square_mean.mean().sqrt()
+        return layout if most > _SPREAD * typical else replace(layout, act_scale=float(most / 127))
 
     def rounder(self, matrix: Tensor, stats: Stats | None) -> Round:
         return round_to_nearest

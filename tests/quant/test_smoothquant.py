@@ -7,8 +7,10 @@ import torch
 import hfaccel
 from hfaccel import PatchError, SmoothQuant
 from hfaccel.errors import UnknownName
+from hfaccel.observers import Stats
 from hfaccel.quant.linear import QuantLinear, codes_of, is_packed
 from hfaccel.quant.smoothquant import migration
+from hfaccel.transform import Site
 from saved import logits, patched, reload
 from tiny import ids, tiny
 
@@ -59,6 +61,17 @@ def test_activations_of_a_layer_have_one_scale_a_token_or_one_for_all():
         static(ids(1, length, seed=length))
     # Before rounding the blocks below, the largest input was that of the scale, nearly.
     assert attention.q_proj.layout.act_scale * 127 == pytest.approx(float(max(seen)), rel=0.2)
+
+
+def test_a_static_scale_is_the_largest_input_and_none_where_that_says_little():
+    site = Site(torch.nn.Linear(4, 4), "it")
+    for most, static in ((30.0, True), (80.0, False), (0.0, False)):
+        size = torch.tensor([0.0, 0.0, 0.0, most])
+        stats = Stats(9, abs_max=size, square_mean=torch.full((4,), float(most > 0)))
+        layout = SmoothQuant(static=True).observed_layout(site, (stats,))
+        assert layout.static == (static and most > 0)
+        assert not layout.static or layout.act_scale == pytest.approx(most / 127)
+    assert not SmoothQuant(static=True).observed_layout(site, (Stats(0, abs_max=size),)).static
 
 
 def test_without_data_it_is_refused_and_unsmoothed_it_needs_none():
