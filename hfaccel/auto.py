@@ -45,11 +45,11 @@ OUTCOMES = PatchConfig(), PatchConfig.from_recipe(CANDIDATE)  # the runtime alon
 def choose(model: nn.Module, *, tokenizer: Any = None, progress: bool = True) -> PatchConfig:
     """The recipe for this model on this device; the model is left as it was."""
     runtime, candidate = OUTCOMES
-    texts, calls = _texts(model, tokenizer), _workloads(model)
+    windows, calls = texts(model, tokenizer), _workloads(model)
     try:
         with _patched(model, candidate, progress):
             fast = {name: _seconds(call) for name, call in calls.items()}
-            quality = _quality(model, texts)
+            quality = _quality(model, windows)
     except ValueError as error:
         return _settle(runtime, f"{CANDIDATE} cannot be applied: {error}")
     if lossy := _lossy(quality):
@@ -179,8 +179,8 @@ def _seconds(call: Callable[[], Any]) -> float:
     return best
 
 
-def _texts(model: nn.Module, tokenizer: Any) -> list[torch.Tensor]:
-    """Windows of ids [1, T]; none for models that predict no next token."""
+def texts(model: nn.Module, tokenizer: Any, window_tokens: int = WINDOW_TOKENS) -> list[torch.Tensor]:
+    """Windows of ids [1, T], T at most `window_tokens`; none for models that predict no next token."""
     if not model.can_generate() or getattr(model.config, "is_encoder_decoder", False):
         return []
     if tokenizer is None and Path(str(getattr(model, "name_or_path", ""))).is_dir():
@@ -190,8 +190,8 @@ def _texts(model: nn.Module, tokenizer: Any) -> list[torch.Tensor]:
             tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
         except (OSError, ValueError) as error:
             log.info("auto: no tokenizer beside the checkpoint (%s)", error)
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or WINDOW_TOKENS
-    tokens = min(WINDOW_TOKENS, limit)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or window_tokens
+    tokens = min(window_tokens, limit)
     if tokenizer is None:
         return list(_sampled(model, tokens).split(1))
     return [ids.to(_device(model)) for ids in _excerpts(tokenizer, tokens)]

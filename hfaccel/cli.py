@@ -119,8 +119,7 @@ def patch(
     from hfaccel.recipe import AUTO
     from hfaccel.saving import check_target
 
-    if recipe != AUTO:
-        recipe_names(recipe)
+    recipe_names(recipe, AUTO)
     check_target(output)
     if Path(model).is_dir() and output.exists() and output.samefile(model):
         raise PatchError(f"{output} is MODEL itself, whose weights would be lost; give another folder")

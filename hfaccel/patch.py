@@ -25,7 +25,7 @@ from hfaccel.progress import progress_bar
 from hfaccel.quant.linear import is_packed, show_as_int8
 from hfaccel.quant.packing import packed_like
 from hfaccel.quant.rounding import Rounding
-from hfaccel.recipe import AUTO, PatchConfig
+from hfaccel.recipe import AUTO, Budget, PatchConfig, check_question, is_question
 from hfaccel.report import Report, build_report, model_bytes
 from hfaccel.samples import CalibrationData, calibration_data, read_samples
 from hfaccel.sites import Plan, check_materialized
@@ -83,6 +83,7 @@ def patch(
         config: a recipe string ("int4", "int8+kv8", ...: `hfaccel recipes`), one transform, a list of them, a
             dict as config.json stores it, or None: the choice measured on this device (`auto`). A second time
             the same config does nothing, nor does None where auto may have made the first choice.
+            "auto@4.5bpw" and "auto@300MB" search the best bits of every matrix under that budget.
         calibration: for the methods that need data: texts, token ids, a dataset, a DataLoader, or
             `CalibrationData` around them; None means the shipped text where a tokenizer is at hand.
         tokenizer: for calibration given as texts.
@@ -99,10 +100,12 @@ def patch(
 
     target = inner_model(model)
     state: State | None = getattr(target, "_hfaccel", None)
+    asked = is_question(config)
     measured = config is None or config == AUTO
+    check_question(config)
     if state is not None:
-        same = state.config in auto.OUTCOMES if measured else PatchConfig.of(config) == state.config
-        if same:
+        same = measured and state.config in auto.OUTCOMES
+        if same or (not asked and PatchConfig.of(config) == state.config):
             return model
         raise AlreadyPatched(
             f"the model is patched with {state.config.describe()!r} already"
@@ -117,6 +120,12 @@ def patch(
     compat.retie_offloaded(target)
     if measured:
         config = auto.choose(target, tokenizer=tokenizer, progress=progress)
+    elif asked:
+        from hfaccel.quant.search import search
+
+        config = search(
+            target, Budget.parse(config), calibration=calibration, tokenizer=tokenizer, progress=progress
+        )
     config = PatchConfig.of(config)
     root = model if isinstance(model, nn.Module) else target
     plan = Plan.of(target, config)

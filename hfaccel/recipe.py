@@ -3,11 +3,13 @@
     recipe = step ("+" step)*          step = name[bits] ("-" option)*
 
 `PatchConfig` is the ordered, validated list of transforms behind all three. `runtime` is the empty list:
-nothing is changed but the way `generate` runs. `auto` is no list but a question, which `patch` answers.
+nothing is changed but the way `generate` runs. `auto` is no list but a question, which `patch` answers; so is
+a budget, `auto@4.5bpw` (`quant/search.py`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -19,6 +21,8 @@ from hfaccel.transform import Transform
 
 EMPTY = "runtime"
 AUTO = "auto"
+BUDGET = f"{AUTO}@"
+_UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,9 @@ class PatchConfig:
         steps = [step.strip() for step in recipe.split("+")]
         if steps == [EMPTY]:
             return cls()
+        if is_question(recipe):
+            check_question(recipe)
+            raise PatchError(f"recipe {recipe!r}: only a model can be asked for it")
         if AUTO in steps:
             raise PatchError(f"recipe {recipe!r}: {AUTO!r} stands alone; only a model can be asked for it")
         if EMPTY in steps:
@@ -110,6 +117,64 @@ class PatchConfig:
         return cls(tuple(out))
 
 
+@dataclass(frozen=True)
+class Budget:
+    """`auto@4.5bpw` or `auto@300MB`: bits for every matrix so that all of them keep to it.
+
+    Attributes:
+        text: the step as it was given.
+        bits_per_weight: over the layers' matrices and the head, as they are stored; or None.
+        bytes: of all of the model's tensors; or None.
+        measure: by measured sensitivity; False (`-prior`): by the roles of the matrices.
+        others: what is done beside, such as `kv8`; nothing that rounds weights.
+    """
+
+    text: str
+    bits_per_weight: float | None = None
+    bytes: int | None = None
+    measure: bool = True
+    others: tuple[Transform, ...] = ()
+
+    def __str__(self) -> str:
+        return self.text
+
+    @classmethod
+    def parse(cls, recipe: str) -> Budget:
+        """Raises: PatchError for what is no positive budget, and for other steps that round weights."""
+        first, *rest = (step.strip() for step in recipe.split("+"))
+        amount, *options = first.removeprefix(BUDGET).split("-")
+        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([a-z]+)", amount.lower())
+        unit = found[2] if found else ""
+        if not first.startswith(BUDGET) or (unit != "bpw" and unit not in _UNITS):
+            raise PatchError(
+                f"recipe {recipe!r}: {amount!r} is no budget; known are auto@4.5bpw (bits a weight) and "
+                f"auto@300MB ({', '.join(name.upper().replace('I', 'i') for name in _UNITS)})"
+            )
+        if float(found[1]) <= 0:
+            raise PatchError(f"recipe {recipe!r}: a budget is more than nothing")
+        if options not in ([], ["prior"]):
+            raise UnknownName(f"{first}: unknown option -{options[0]}; known is -prior (nothing is measured)")
+        others = tuple(map(_parse_step, rest))
+        if rounding := next((t for t in others if t.rounds), None):
+            raise PatchError(
+                f"recipe {recipe!r}: {first} chooses the bits of every matrix and of the head; "
+                f"{rounding.step()!r} beside it would round them again"
+            )
+        bits, size = (float(found[1]), None) if unit == "bpw" else (None, int(float(found[1]) * _UNITS[unit]))
+        return cls(recipe, bits, size, not options, others)
+
+
+def is_question(config: Any) -> bool:
+    """Whether a config is one that `patch` answers by looking at the model: None, `auto`, a budget."""
+    return config is None or config == AUTO or (isinstance(config, str) and config.startswith(BUDGET))
+
+
+def check_question(config: Any) -> None:
+    """Refuse a budget that is none before anything is loaded or measured."""
+    if isinstance(config, str) and config.startswith(BUDGET):
+        Budget.parse(config)
+
+
 def _parse_step(step: str) -> Transform:
     if not step:
         raise UnknownName(f"an empty step in the recipe; known are {', '.join(known_steps())}")
@@ -135,4 +200,5 @@ def recipe_table() -> list[tuple[str, str]]:
         *rows,
         (EMPTY, "no change of weights: generate over the paged cache and the fastest executor"),
         (AUTO, "what patch(model) means: int8 or runtime, by a short measurement of speed and quality"),
+        ("auto@4.5bpw", "bits for every matrix under a budget, by measured sensitivity; auto@300MB; -prior"),
     ]

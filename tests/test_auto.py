@@ -95,7 +95,7 @@ def test_windows_are_measured_until_the_answer_is_clear(monkeypatch, measured, w
         "hfaccel.measure.perplexity.kl",
         lambda *args, **cut: KLResult(next(values), 0.9, 10.0, 10.0, tokens=63, windows=1, seconds=0.0),
     )
-    found = auto._quality(model, auto._texts(model, None))
+    found = auto._quality(model, auto.texts(model, None))
     assert (found.windows, found.tokens) == (windows, 63 * windows)
     mean = sum(measured[:windows]) / windows
     assert found.kl == pytest.approx(mean, nan_ok=True) and found.perplexity == pytest.approx(10.0)
@@ -104,7 +104,7 @@ def test_windows_are_measured_until_the_answer_is_clear(monkeypatch, measured, w
 def test_quality_is_that_of_all_windows_at_once(monkeypatch):
     monkeypatch.setattr(auto, "CLEAR", float("inf"))
     model = tiny("TL")
-    texts = auto._texts(model, None)
+    texts = auto.texts(model, None)
     assert len(texts) == auto.WINDOWS and all(ids.shape == (1, 64) for ids in texts)
     theirs = list(window_logits(model, None, torch.cat(texts).flatten(), windows=8, window_tokens=64))
     hfaccel.patch(model, "int4")
@@ -142,7 +142,7 @@ def test_int8_is_near_lossless_on_the_real_model():
     """Three windows of KL 0.0035; off the grid 0.0044, which takes seven to be clear of 0.005."""
     model, tokenizer = hfaccel.demo_model()
     with auto._patched(model, auto.OUTCOMES[1], False):
-        quality = auto._quality(model, auto._texts(model, tokenizer)[:3])
+        quality = auto._quality(model, auto.texts(model, tokenizer)[:3])
     assert quality.windows == 3 and quality.tokens == 3 * 1023
     assert 0.002 < quality.kl < 0.0045 and auto._lossy(quality) == ""
 

@@ -51,10 +51,10 @@ def test_the_table_of_steps_is_what_the_command_knows():
     named = {
         step
         for row in re.findall(r"^\| (`.*?) \|", README, re.M)
-        for step in re.findall(r"`([a-z][a-z\d]*)`", row)
+        for step in re.findall(r"`([a-z][a-z\d]*(?:@[\d.]+bpw)?)`", row)
     }
     assert set(known_steps()) == named
-    for step in sorted(named - {"auto"}):
+    for step in sorted(step for step in named if not step.startswith("auto")):
         assert PatchConfig.from_recipe(step).to_recipe() == step
 
 

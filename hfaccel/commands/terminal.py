@@ -36,11 +36,13 @@ def print_table(rows: list[dict[str, Any]], columns: dict[str, tuple[str, Any]])
 
 def recipe_names(text: str, *others: str) -> list[str]:
     """The names of a list separated by commas: `others`, or recipes, which are checked before hours pass."""
-    from hfaccel.recipe import PatchConfig
+    from hfaccel.recipe import PatchConfig, check_question, is_question
 
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        if name not in others:
+        if is_question(name) and name != "auto":
+            check_question(name)
+        elif name not in others:
             PatchConfig.from_recipe(name)
     return names
 
