@@ -14,7 +14,6 @@ import logging
 import os
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Protocol
 
 import numpy as np
@@ -82,7 +81,7 @@ def choose(model: nn.Module, barred: dict[str, str] | None = None) -> tuple[Exec
         module, factory = place.split(":")
         if asked not in ("auto", name) or (asked == "auto" and name in (barred or ())):
             continue
-        if asked == "auto" and (model.device.type not in devices or find_spec(module) is None):
+        if asked == "auto" and model.device.type not in devices:
             continue
         try:
             if skipped and strict():
