@@ -149,7 +149,6 @@ def test_choice_of_an_executor(monkeypatch):
         run.refresh()
     monkeypatch.setenv("HFACCEL_EXECUTOR", "auto")
     monkeypatch.setitem(runner.EXECUTORS, "native", (f"{__name__}:never", {"cpu"}))
-    monkeypatch.setattr(runner, "find_spec", lambda name: True)
     monkeypatch.setattr(runner, "import_module", lambda name: Modules if name == __name__ else real(name))
     assert run.refresh().name == "modules" and run.skipped == {"native": "not today"}
     monkeypatch.setenv("HFACCEL_STRICT", "1")
