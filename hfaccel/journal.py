@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from hfaccel import compat
 from hfaccel.errors import PatchError
+from hfaccel.mapped import drop_pages
 
 _UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 
@@ -182,7 +183,10 @@ class Journal:
         self.saved[parameter] = ref, new
 
     def release(self, parameter: nn.Parameter) -> None:
-        """Free a journaled parameter's storage; the object stays."""
+        """Free a journaled parameter's storage, pages of a mapped file too; the object stays."""
+        ref, _ = self.saved.get(parameter, (None, None))
+        if isinstance(ref, TensorRef):
+            drop_pages(parameter.data, ref.file)
         parameter.data = parameter.data.new_empty(0)
 
     def swap(self, parent: nn.Module, attribute: str, new: nn.Module) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import nn
 
+from hfaccel.bitsandbytes import translated, without
 from hfaccel.checkpoint import FORMAT, METHOD, SavedConfig, parse_transforms
 from hfaccel.errors import AlreadyPatched, CheckpointError, PatchError
-from hfaccel.recipe import AUTO, PatchConfig
-from hfaccel.registry import TRANSFORMS
+from hfaccel.recipe import PatchConfig, check_question, is_question
 
 _HUB = (
     "cache_dir",
@@ -38,7 +38,9 @@ def from_pretrained(
     Args:
         path_or_id: a folder, a hub id, a `.gguf` file (dequantized while it is read), or a folder that a
             patched model saved, which comes back patched.
-        recipe: patch the model with it: a recipe or any other form that `patch` takes.
+        recipe: patch the model with it: a recipe or any other form that `patch` takes. Weights in the dtype
+            of their safetensors files are mapped and read one matrix at a time, and what has been packed is
+            let go of: memory stays near the packed size.
         dtype: of what is not quantized; "auto" is the checkpoint's.
         device: where the model goes, packed; "cpu" unless said otherwise.
         hf_kwargs: for transformers' `from_pretrained`. A `quantization_config` of bitsandbytes is translated.
@@ -46,8 +48,9 @@ def from_pretrained(
     """
     if device is not None and hf_kwargs.get("device_map") is not None:
         raise PatchError(f"device={device!r} and device_map={hf_kwargs['device_map']!r}: one of them")
-    recipe, skipped = _bitsandbytes(hf_kwargs, recipe)
-    wanted = None if recipe is None or recipe == AUTO else PatchConfig.of(recipe)
+    recipe, skipped = translated(hf_kwargs, recipe)
+    check_question(recipe)
+    wanted = None if is_question(recipe) else PatchConfig.of(recipe)
     path_or_id, gguf = _gguf(str(path_or_id), hf_kwargs)
     if gguf is None:
         check_folder(path_or_id, hf_kwargs)
@@ -66,16 +69,18 @@ def from_pretrained(
         raise CheckpointError(f"{path_or_id}: weights are truncated or damaged: {error}") from error
     model.eval()
     if getattr(model, "_hfaccel", None) is None and (recipe is not None or stored is not None):
-        wanted = stored if wanted is None else _without(wanted, skipped, model) if skipped else wanted
-        _patch(model, None if recipe == AUTO else wanted, device, from_gguf=gguf is not None)
+        if wanted is not None and skipped:
+            wanted = without(wanted, skipped, model)
+        chosen = stored if recipe is None else recipe if wanted is None else wanted
+        _patch(model, chosen, device, from_gguf=gguf is not None)
     return model
 
 
-def _patch(model: nn.Module, config: PatchConfig | None, device: Any, *, from_gguf: bool) -> None:
+def _patch(model: nn.Module, config: PatchConfig | str, device: Any, *, from_gguf: bool) -> None:
     from hfaccel.journal import Checkpoint
     from hfaccel.patch import patch
 
-    if config is None and device is not None:  # measured where it will run
+    if is_question(config) and device is not None:  # measured where it will run
         model.to(device)
     # Originals that lie in the checkpoint cost nothing to keep; a copy of all of them is not asked for.
     patch(model, config, keep_original=not from_gguf and bool(Checkpoint(model).files))
@@ -167,55 +172,3 @@ def _gguf(path: str, hf_kwargs: dict[str, Any]) -> tuple[str, str | None]:
 
         hf_kwargs.setdefault("quantization_config", GgufConfig(dequantize=True))
     return path, name
-
-
-# bitsandbytes' configuration, in our words ----------------------------------------------------------------
-
-
-def _bitsandbytes(hf_kwargs: dict[str, Any], recipe: Any) -> tuple[Any, tuple[str, ...]]:
-    """The recipe and the modules to skip that a bitsandbytes `quantization_config` (object or dict) means.
-
-    Any other configuration stays where it is, for transformers. Raises: PatchError for what hfaccel lacks.
-    """
-    given = hf_kwargs.get("quantization_config")
-    if given is None:
-        return recipe, ()
-    if recipe is not None:
-        raise PatchError("recipe and quantization_config: a model is quantized once, give one of them")
-    values = given if isinstance(given, dict) else given.to_dict()
-    if "load_in_8bit" not in values and "load_in_4bit" not in values:
-        return recipe, ()
-    del hf_kwargs["quantization_config"]
-    if values.get("load_in_8bit"):
-        step = "int8"
-    elif values.get("load_in_4bit"):
-        step = values.get("bnb_4bit_quant_type") or "fp4"
-        if step not in TRANSFORMS:
-            raise PatchError(
-                f"BitsAndBytesConfig(load_in_4bit=True) means {step}, of which hfaccel knows nf4 alone "
-                f"({'here' if 'nf4' in TRANSFORMS else 'not in this version yet'}); recipe='int4' is 4 bits"
-            )
-    else:
-        raise PatchError(
-            "BitsAndBytesConfig: neither load_in_8bit nor load_in_4bit is set; it asks for nothing"
-        )
-    return step, tuple(values.get("llm_int8_skip_modules") or ())
-
-
-def _without(config: PatchConfig, skipped: tuple[str, ...], model: nn.Module) -> PatchConfig:
-    """The config with the modules left alone that one of the names in `skipped` leads to or into."""
-    from hfaccel.anatomy import anatomy
-    from hfaccel.quant.head import Head
-
-    parts = anatomy(model)
-    inside = tuple(f".{name}." for name in skipped)
-    hit = [name for name in parts.matrices if any(part in f".{name}." for part in inside)]
-    out = []
-    for transform in config.transforms:
-        ignore = tuple(name for name in transform.default_targets(parts) if name in hit)
-        out.append(
-            type(transform).from_dict(transform.to_dict() | {"ignore": ignore}) if ignore else transform
-        )
-    if parts.head in hit:
-        out.append(Head(bits=16))
-    return PatchConfig(tuple(out))

@@ -9,6 +9,7 @@ import torch
 from transformers import BertForMaskedLM, BitsAndBytesConfig, LlamaForCausalLM, LlamaModel
 
 import hfaccel
+from hfaccel.bitsandbytes import translated
 from hfaccel.checkpoint import SavedConfig
 from hfaccel.errors import AlreadyPatched, CheckpointError, PatchError, UnknownName
 from saved import attention, config_json, logits, patched
@@ -170,7 +171,31 @@ def test_bitsandbytes_nf4(plain, original):
     assert torch.equal(logits(model), logits(patched(tiny("TL"), "nf4")))
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"load_in_8bit": True, "llm_int8_threshold": 4.0}, "llm_int8_threshold=4.0 has no counterpart"),
+        ({"load_in_8bit": True, "llm_int8_has_fp16_weight": True}, "llm_int8_has_fp16_weight=True has no"),
+        (
+            {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16},
+            "bnb_4bit_compute_dtype=bfloat16 has no counterpart",
+        ),
+        ({"load_in_8bit": True, "bnb_4bit_compute_dtype": torch.bfloat16}, ""),  # of the other mode
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "llm_int8_threshold": 6}, ""),
+    ],
+)
+@pytest.mark.parametrize("form", [dict, BitsAndBytesConfig])
+def test_bitsandbytes_options_without_counterpart_are_named(options, said, form, caplog):
+    given = form(**{key: float(v) if type(v) is int else v for key, v in options.items()})
+    step, _ = translated({"quantization_config": given}, None)
+    assert step == ("int8" if "load_in_8bit" in options else "nf4")
+    assert said in caplog.text and bool(said) == ("counterpart" in caplog.text)
+
+
 def test_bitsandbytes_that_hfaccel_has_not(plain):
+    with pytest.raises(UnknownName, match="unknown option 'llm_int8_treshold'; known are .*threshold"):
+        given = {"load_in_8bit": True, "llm_int8_treshold": 4.0}
+        hfaccel.from_pretrained(plain, quantization_config=given)
     with pytest.raises(PatchError, match="means fp4, of which hfaccel knows nf4 alone"):
         hfaccel.from_pretrained(plain, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
     with pytest.raises(PatchError, match="asks for nothing"):
