@@ -9,9 +9,9 @@ killed in the middle leaves the old folder, the new one, or one that is refused,
 from __future__ import annotations
 
 import os
-import platform
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +25,12 @@ from hfaccel.checkpoint import SavedConfig
 from hfaccel.classes import Mixin
 from hfaccel.errors import PatchError
 
+try:
+    import fcntl
+except ImportError:  # Windows, where nothing is swept
+    fcntl = None
+
+_HELD_S = 60.0  # between the making of a folder and its lock nobody takes it for a dead one
 CONFIG, CARD, INTERRUPTED = "config.json", "README.md", "interrupted"
 _WEIGHTS = r"(model|pytorch_model){variant}(-\d{{5}}-of-\d{{5}})?\.(safetensors|bin)(\.index\.json)?"
 
@@ -75,10 +81,13 @@ def replacing(target: Path, variant: str | None = None) -> Iterator[Path]:
     Other files of `target` stay, but for weights of a former model under other names.
     Raises: OSError naming the target, for a full disk or one that cannot be written.
     """
-    folder = _place(target, f"{os.getpid()}-{os.urandom(3).hex()}")
-    _sweep(target)
+    name = f".{target.name}.{os.urandom(6).hex()}.saving"
+    folder = target / name if target.is_dir() else target.with_name(name)
+    _sweep(folder.parent, target.name)
+    lock = None
     try:
         folder.mkdir(parents=True)
+        lock = _locked(folder)
         yield folder
         if target.is_dir():
             _move_files(folder, target, variant)
@@ -90,31 +99,35 @@ def replacing(target: Path, variant: str | None = None) -> Iterator[Path]:
         raise (OSError(why) if code is None else OSError(code, why)) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
 
 
-def _place(target: Path, process: str) -> Path:
-    """The folder that a process of this machine writes into before it is `target`; or a pattern of such."""
-    name = f".{target.name}.{platform.node()}-{process}.saving"
-    return target / name if target.is_dir() else target.with_name(name)
-
-
-def _sweep(target: Path) -> None:
-    """Remove what savers of this target left behind that were killed on this machine."""
-    pattern = re.compile(re.escape(_place(target, "@").name).replace("@", r"(\d+)-[0-9a-f]{6}"))
-    place = _place(target, "").parent
-    for path in place.iterdir() if place.is_dir() else ():
-        if (found := pattern.fullmatch(path.name)) and not _runs(int(found[1])):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _runs(process: int) -> bool:
+def _locked(folder: Path) -> int | None:
+    """A descriptor that holds the folder, which ends with the process; None if another one has it, or where
+    folders cannot be held."""
+    if fcntl is None:
+        return None
+    found = None
     try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+        found = os.open(folder, os.O_RDONLY)
+        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return found
+    except OSError:
+        if found is not None:
+            os.close(found)
+        return None
+
+
+def _sweep(place: Path, name: str) -> None:
+    """Remove the folders of savers of `name` that were killed: old enough to be held, and not held."""
+    pattern = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{12}}\.saving")
+    for path in place.iterdir() if place.is_dir() else ():
+        if not pattern.fullmatch(path.name) or time.time() - path.stat().st_mtime < _HELD_S:
+            continue
+        if (lock := _locked(path)) is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
 
 
 def check_target(target: Path) -> None:

@@ -2,8 +2,6 @@
 
 import errno
 import os
-import platform
-import re
 import resource
 import signal
 import stat
@@ -78,22 +76,26 @@ def test_killed_at_any_moment(before, tmp_path):
 
 @pytest.mark.parametrize("exists", [False, True])
 def test_the_next_save_removes_what_a_killed_one_left(exists, tmp_path):
-    """And nothing of a process that lives, of another machine, or that only looks alike."""
-    target = tmp_path / "out"
+    """And nothing of one that is at work, that is new, or that only looks alike."""
+    target = tmp_path / "mo@d.el"
     place = target if exists else tmp_path
     place.mkdir(exist_ok=True)
     model = hfaccel.patch(tiny("llama"), "int8", progress=False)
     assert killed_at(3, lambda: model.save_pretrained(target))
     (left,) = place.glob(".*.saving")
-    others = [
-        left.name.replace(re.search(r"-(\d+)-", left.name)[1], str(os.getpid())),
-        left.name.replace(platform.node(), "another"),
-        f"{left.name}.mine",
-    ]
-    for name in others:
-        (place / name).mkdir()
+    new, alike = left.with_name(left.name.replace("mo@d", "mo@d.mo@d")), left.with_name(f"{left.name}.mine")
+    working = left.with_name(f".{target.name}.{'0' * 12}.saving")
+    for path in (new, alike, working):
+        path.mkdir()
+    held = saving._locked(working)
+    saving._sweep(place, target.name)
+    assert left.exists()  # all are new
+    for path in (left, new, alike, working):
+        os.utime(path, (1, 1))
+    (fresh := left.with_name(f".{target.name}.{'1' * 12}.saving")).mkdir()
     model.save_pretrained(target)
-    assert sorted(path.name for path in place.glob(".*saving*")) == sorted(others)
+    assert sorted(place.glob(".*saving*")) == sorted([new, alike, working, fresh])
+    os.close(held)
     assert AutoModelForCausalLM.from_pretrained(target, **attention(model)) is not None
 
 

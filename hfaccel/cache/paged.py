@@ -235,6 +235,7 @@ class PagedCache(Cache):
             for keep, sequence in zip(kept, self.sequences, strict=True):
                 sequence.rollback(sequence.length - keep)
             self.pads = [length - keep for keep in kept]
+            self.real = None if self.real is None else self.real[:, :length]
             self._set(length)
 
     def _set(self, length: int) -> None:

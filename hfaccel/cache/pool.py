@@ -253,13 +253,13 @@ class PagePool:
         self._dropped.extend(sequences)
         if not self.lock._is_owned() and self.lock.acquire(blocking=False):
             try:
-                self._settle()
+                self.trim()
             finally:
                 self.lock.release()
 
     def _settle(self) -> None:
         while self._dropped:
-            self._dropped.popleft().free()
+            self._dropped.popleft().empty()
 
     def renewed(self) -> PagePool:
         """An empty pool of the same settings under the same lock; sequences stay with the old one."""
@@ -330,6 +330,12 @@ class Sequence:
                 raise
             self.length = before + tokens
 
+    def pages_for(self, tokens: int) -> int:
+        """How many pages `extend` would take: new ones, and a copy of the last one if it is shared."""
+        size = self.pool.page_tokens
+        copied = self.length % size and self.pool.references[self.pages[self.length // size]] > 1
+        return -(-(self.length + tokens) // size) - len(self.pages) + bool(copied)
+
     def _put(self, index: int, page: int) -> None:
         if index == len(self.pages):
             self.pages.append(page)
@@ -369,10 +375,15 @@ class Sequence:
                 self._put(len(self.pages), page)
             self.length = length
 
-    def free(self) -> None:
-        """Return every page; free to call again."""
+    def empty(self) -> None:
+        """Return every page and the claim; the pool keeps its storage."""
         with self.pool.lock:
             self.rollback(self.length)
             self.pool.unclaim(self.claim)
             self.claim = range(0)
+
+    def free(self) -> None:
+        """Return every page, and the storage of a pool that nobody uses; free to call again."""
+        with self.pool.lock:
+            self.empty()
             self.pool.trim()

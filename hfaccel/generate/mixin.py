@@ -136,7 +136,8 @@ class RunnerMixin(SavingMixin):
             pads = None
             if compat.attention_name(self.config) in backend.NAMES.values():
                 pads = checks.left_padding(model_kwargs.get("attention_mask"))
-            model_kwargs[name] = PagedCache(state.runner(self).pool, self.config.num_hidden_layers, pads=pads)
+            pool = state.runner(self).pages()
+            model_kwargs[name] = PagedCache(pool, self.config.num_hidden_layers, pads=pads)
         model_kwargs[name]._hfaccel_own = True
         return done
 

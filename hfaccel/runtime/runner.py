@@ -154,11 +154,18 @@ class Runner:
                 self.executor, self.skipped = choose(self.model, self.barred)
                 self.skipped = {**self.barred, **self.skipped}
                 self._fingerprint, self._asked = now, asked
-                if self._placed != self._place():
-                    self._placed = self._place()
-                    if self.pool.used_pages:  # of a cache that someone holds
-                        self.pool = self.pool.renewed()
+            self.pages()
             return self.executor
+
+    def pages(self) -> PagePool:
+        """The pool for new sequences: another one if the model was moved or re-typed while somebody held
+        pages of the one before."""
+        with self.lock:
+            if self._placed != self._place():
+                self._placed = self._place()
+                if self.pool.used_pages:
+                    self.pool = self.pool.renewed()
+            return self.pool
 
     def _place(self) -> tuple[torch.dtype, torch.device]:
         return self.model.dtype, self.model.device
@@ -194,6 +201,8 @@ class Runner:
             if 0 in counts:
                 new = [(s, count) for s, count in zip(sequences, counts, strict=True) if count]
                 sequences, counts = [s for s, _ in new], [count for _, count in new]
+            if not sequences:
+                raise PatchError("a step needs at least one token")
             with self._appending(sequences, counts) as tensors:
                 return executor.step(self.pool, ids, positions, *tensors, rows, hidden=hidden)
 
@@ -252,9 +261,9 @@ class Runner:
 
     def _room(self, sequences: list[Sequence], tokens: int) -> int:
         """How many tokens, `tokens` at most, each of the sequences can append within a budget; 1 at least."""
-        size, free = self.pool.page_tokens, self.pool.free_pages
+        free = self.pool.free_pages
         while tokens > 1 and self.pool.budget_pages is not None:
-            if sum(-(-(s.length + tokens) // size) - len(s.pages) for s in sequences) <= free:
+            if sum(s.pages_for(tokens) for s in sequences) <= free:
                 break
             tokens //= 2
         return tokens

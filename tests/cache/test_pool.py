@@ -1,6 +1,5 @@
 """pool.py: who owns a page, what a write to a shared one does, and that everything comes back."""
 
-import gc
 import random
 
 import pytest
@@ -244,5 +243,8 @@ def test_a_cache_collected_in_the_middle_of_a_claim_is_freed_afterwards(monkeypa
     assert pool.used_pages == 1 and not old.pages and len(pool._busy) == pool.capacity >= 100
     sequence.free()
     assert pool.used_pages == pool.capacity == 0
-    pool.drop([old])  # nobody is inside: at once
-    gc.collect()
+    many = [Sequence(pool) for _ in range(1500)]  # more than Python's stack has frames
+    for one in many:
+        one.extend(1)
+    pool.drop(many)  # nobody is inside: at once
+    assert pool.used_pages == pool.capacity == 0

@@ -10,7 +10,7 @@ import torch
 
 from hfaccel.cache.paged import PagedCache
 from hfaccel.generate import mixin
-from tiny import ids, tiny
+from tiny import CACHE, ids, tiny
 
 L, NEW = 20, 12
 GREEDY = dict(do_sample=False, max_new_tokens=NEW, pad_token_id=0)
@@ -131,17 +131,23 @@ def test_a_returned_cache_goes_on_under_the_longer_mask(mask):
 
 def test_a_returned_cache_with_holes_is_cropped_and_reordered_as_transformers_does():
     plain, model = twins("TL")
-    for change in (
-        lambda c: c.crop(-NEW - 7),  # into the holes
-        lambda c: c.reorder_cache(torch.tensor([1, 1])),
-        lambda c: c.batch_repeat_interleave(2),
-        lambda c: None,
+    whole = torch.cat([HOLES[:2], torch.ones(2, NEW, dtype=torch.long)], dim=1)
+    for change, rows in (
+        (lambda c: c.crop(-NEW - 7), [0, 1]),  # into the holes
+        (lambda c: c.reorder_cache(torch.tensor([1, 1])), [1, 1]),
+        (lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1]),
+        (lambda c: None, [0, 1]),
     ):
         dense = []
         for one in (plain, model):
             out = one.generate(ids(2, L), attention_mask=HOLES[:2], return_dict_in_generate=True, **GREEDY)
             cache = next(v for k, v in out.items() if k in ("cache", "past_key_values"))
             change(cache)
+            length = cache.get_seq_length()
+            mask = torch.cat([whole[rows, :length], torch.ones(len(rows), 1, dtype=torch.long)], dim=1)
+            with torch.no_grad():  # appended behind what is left
+                at = mask.sum(-1, keepdim=True) - 1
+                one(ids(len(rows), 1), attention_mask=mask, position_ids=at, **{CACHE: cache})
             dense.append(cache.layers[1].keys)
         want, got = dense
         empty = (got == 0).all(dim=(1, 3))

@@ -414,6 +414,8 @@ def test_as_many_tokens_as_sequences_need_not_be_one_each(gpu):
     extra = ids(1, 2, seed=3)[0]
     got = run.step(extra, torch.arange(5, 7), sequences, [2, 0], torch.arange(2))
     torch.testing.assert_close(got, dense(model, torch.cat([rows[0], extra]))[5:], atol=1e-4, rtol=0)
+    with pytest.raises(PatchError, match="at least one token"):
+        run.step(extra[:0], extra[:0], sequences, [0, 0], torch.arange(0))
     assert executor.replays == 0 and [s.length for s in sequences] == [7, 7]
 
 
@@ -448,6 +450,11 @@ def test_steps_ahead_stay_within_a_budget(monkeypatch):
     assert found == tiny("llama").generate(prompt[None], max_new_tokens=4, do_sample=False)[0, 6:].tolist()
     with pytest.raises(PatchError, match="all 2 KV pages"):
         run.greedy(token, torch.tensor([8]), [sequence], ahead=1)
+    run = runner.Runner(model, page_tokens=4, budget_pages=3)
+    sequence = run.sequence()
+    run.prefill([prompt[:2]], [torch.arange(2)], [sequence])
+    twin = sequence.fork()  # its first token copies the shared page: 6 tokens fit, not 10
+    assert len(run.greedy(token, torch.tensor([2]), [twin], ahead=8)) == 4 and twin.length == 6
 
 
 def test_a_returned_cache_does_not_keep_a_moved_model_from_generating():
@@ -459,6 +466,8 @@ def test_a_returned_cache_does_not_keep_a_moved_model_from_generating():
     before = held.layers[0].keys
     model.to(torch.bfloat16)
     plain = tiny("llama").to(torch.bfloat16)
+    beams = dict(num_beams=2, **args)
+    assert torch.equal(model.generate(ids(1, 5), **beams), plain.generate(ids(1, 5), **beams))
     assert torch.equal(model.generate(ids(1, 5), **args), plain.generate(ids(1, 5), **args))
     assert torch.equal(held.layers[0].keys, before) and before.dtype == torch.float32
     del out, held

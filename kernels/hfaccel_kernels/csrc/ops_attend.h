@@ -277,11 +277,12 @@ static inline void join_shared(const AttendArgs& a, int nthreads, int64_t begin,
                                ScratchOf&& scratch_of) {
     const int64_t dv = pad_lanes(a.pages->v_size), ld = 2 + dv;
     constexpr int kTogether = 8;  // heads whose weights are one exponential
-    std::vector<float> joined(kTogether * dv);
+    std::vector<float> joined;
     for (int t = 0; t < nthreads; ++t) {
         const Scratch first = scratch_of(t);
         const int64_t row = first.shared->out_row, head = first.shared->out_head, heads = first.shared->out_heads;
         if (row < begin || row >= end) continue;
+        joined.resize(kTogether * dv);
         for (int64_t h = 0; h < heads; h += kTogether) {
             const int n = heads - h < kTogether ? (int)(heads - h) : kTogether;
             RowState state[kTogether];
