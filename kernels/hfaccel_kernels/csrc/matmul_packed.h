@@ -187,7 +187,7 @@ static inline void float_dot(const HfaWeight* w, const uint8_t* data, const void
     for (int t = 0; t < T; ++t) low[t] = high[t] = splat(0.0f);
 #pragma GCC unroll 2
     for (int64_t at = 0; at < w->k; at += 4, data += 64) {
-        HFA_PREFETCH(data + kAhead);
+        HFA_PREFETCH(data + 2 * kAhead);  // 117 against 128 us for 1536 x 576 out of memory; integers gain nothing
         Vf line[4];
         fp8_line<E5M2>(data, line);
         for (int t = 0; t < T; ++t) {
