@@ -123,6 +123,8 @@ def patch(
     elif asked:
         from hfaccel.quant.search import search
 
+        if isinstance(calibration, Iterator):  # read twice: to measure, and to calibrate
+            calibration = list(calibration)
         config = search(
             target, Budget.parse(config), calibration=calibration, tokenizer=tokenizer, progress=progress
         )

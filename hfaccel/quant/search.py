@@ -38,7 +38,7 @@ from hfaccel.quant.rounding import Rounding
 from hfaccel.quant.sensitivity import sensitivities
 from hfaccel.recipe import Budget, PatchConfig
 from hfaccel.report import model_bytes
-from hfaccel.samples import CalibrationData, read_samples
+from hfaccel.samples import CalibrationData, calibration_data, read_samples
 from hfaccel.sites import Plan, check_materialized
 from hfaccel.transform import Fold, Site
 from hfaccel_kernels.layouts import dequantize_codes
@@ -101,15 +101,17 @@ def search(
     Args:
         budget: `auto@4.5bpw` (bits a weight, over the layers' matrices and the head: codes, scales, zero
             points and padding), `auto@300MB` (all of the model's tensors), with `-prior` not to measure.
-        calibration: as `patch` takes it. With it the matrices are rounded by GPTQ, else without data (HQQ);
-            the widths are measured on it, else on the shipped excerpt.
+        calibration: as `patch` takes it; None: the shipped text where a tokenizer is at hand. Widths are
+            measured on it, and matrices rounded by GPTQ. Without any, and with `-prior` unless it is given,
+            matrices are rounded by HQQ, and widths measured on what the model itself says.
     Raises: PatchError for models that predict no next token, and for budgets out of reach, with the smallest
         one in reach.
     """
     if isinstance(budget, str):
         budget = Budget.parse(budget)
     check_materialized(model)
-    family = HQQ if calibration is None else GPTQ
+    data, tokenizer = _text(model, budget, calibration, tokenizer)
+    family = HQQ if data is None else GPTQ
     plan = Plan.of(model, PatchConfig((family(bits=PROBE[0]),)))
     parts = plan.anatomy
     if parts.kind != "decoder" or not model.can_generate():
@@ -127,7 +129,7 @@ def search(
     probed = [unit for unit in units if unit.probe in unit.errors]
     if budget.measure:
         probes = [(_transform(unit, unit.probe, HQQ), unit.sites) for unit in probed]
-        windows = _windows(model, calibration, tokenizer)
+        windows = _windows(model, data, tokenizer)
         measured = sensitivities(model, parts, probes, known, windows, progress)
     else:
         measured = [_prior(unit, parts) * unit.errors[unit.probe][1] for unit in probed]
@@ -258,13 +260,26 @@ def _check_reach(budget: Budget, units: list[Unit], limit: int, model: nn.Module
     raise PatchError(f"{budget} is out of reach for this model; the smallest is {smallest}")
 
 
-def _windows(model: nn.Module, calibration: Any, tokenizer: Any) -> Tensor:
+def _text(
+    model: nn.Module, budget: Budget, calibration: Any, tokenizer: Any
+) -> tuple[CalibrationData | None, Any]:
+    """What to measure and to calibrate on, if there is any, and a tokenizer for it."""
+    if calibration is None and not budget.measure:
+        return None, tokenizer
+    try:
+        return calibration_data(calibration, model, tokenizer, str(budget))
+    except PatchError as error:
+        if calibration is not None:
+            raise
+        log.info("%s: the model's own samples are used (%s)", budget, error)
+        return None, None
+
+
+def _windows(model: nn.Module, data: CalibrationData | None, tokenizer: Any) -> Tensor:
     """Ids [W, T]."""
-    if calibration is None:
-        found = auto.texts(model, tokenizer, WINDOW_TOKENS)[:WINDOWS]
-        return torch.cat([ids[:, :WINDOW_TOKENS] for ids in found])
-    settings = calibration if isinstance(calibration, CalibrationData) else CalibrationData(data=calibration)
-    stream = torch.cat(read_samples(settings, model, tokenizer))
+    if data is None:
+        return torch.cat(auto.texts(model, None, WINDOW_TOKENS)[:WINDOWS])
+    stream = torch.cat(read_samples(data, model, tokenizer))
     tokens = min(WINDOW_TOKENS, len(stream))
     cut = stream[: len(stream) // tokens * tokens].view(-1, tokens)
     every = torch.linspace(0, len(cut) - 1, min(WINDOWS, len(cut))).round().long()
