@@ -33,6 +33,7 @@ COLUMNS = {
     "exact_match": ("exact match", _share),
     "patch_s": ("patch s", "{:.0f}".format),
     "executor": ("served by", str),
+    "error": ("error", str),
 }
 
 
@@ -43,7 +44,9 @@ def evaluate(
     ] = "",
     against: Annotated[
         str,
-        typer.Option(help="Other tools: hf, llama.cpp, torchao, each with :variant, separated by commas."),
+        typer.Option(
+            help="Other tools: hf, llama.cpp, torchao, gptqmodel, each with :variant, separated by commas."
+        ),
     ] = "",
     peer_python: Annotated[
         list[str] | None, typer.Option(help="NAME=PATH of the python that has the peer.")
@@ -78,13 +81,16 @@ def evaluate(
     Every row sees the same windows. A patched model is measured through the runner that serves its
     `generate`. Bits per weight count codes, scales and zero points of the layers' matrices and the head.
     """
-    from hfaccel.measure import evaluation
+    from hfaccel.measure import chart, evaluation
     from hfaccel.measure.rows import UNPATCHED
     from hfaccel.saving import check_writable
 
     recipes = recipe_names(recipe, "auto", *UNPATCHED) if recipe else []
     if png is not None:
+        if not windows:
+            raise typer.BadParameter("--png draws perplexity, of which --windows 0 measures none")
         check_writable(png)
+        chart.require()
     if odd := [pair for pair in peer_python or [] if "=" not in pair]:
         raise typer.BadParameter(f"--peer-python {odd[0]!r} is not NAME=PATH")
     settings = evaluation.Settings(
@@ -106,20 +112,25 @@ def evaluate(
         say=say,
     )
     if png is not None:
-        from hfaccel.measure.chart import points
-
+        result["png"] = str(png)
+    if as_json:
+        print(json.dumps(result, indent=1))
+    else:
+        _print(result)
+    if png is not None:
         title = f"{model}{', off-grid twin' if result['off_grid'] else ''}, {_measured_on(result)}"
         axes = ("bits_per_weight", "bits per weight, layers and head"), ("perplexity", "perplexity")
-        result["png"] = str(points(result["rows"], *axes, title, png, level="original"))
-    if as_json:
-        return print(json.dumps(result, indent=1))
-    print(f"{model}{', off-grid twin' if result['off_grid'] else ''}; {_measured_on(result)}")
+        chart.points(result["rows"], *axes, title, png, level=evaluation.ORIGINAL)
+
+
+def _print(result: dict[str, Any]) -> None:
+    print(f"{result['model']}{', off-grid twin' if result['off_grid'] else ''}; {_measured_on(result)}")
     print_table(result["rows"], COLUMNS)
     for row in result["rows"]:
         for task, metrics in row.get("lm_eval", {}).items():
             print(f"{row['recipe']}, {task}: {', '.join(f'{k} {v:.4f}' for k, v in metrics.items())}")
-    if png is not None:
-        print(f"chart: {png}")
+    if "png" in result:
+        print(f"chart: {result['png']}")
 
 
 def _names(text: str) -> tuple[str, ...]:

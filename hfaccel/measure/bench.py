@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -33,7 +34,9 @@ PEERS = {  # name on the command line -> (worker module, variants, the default o
     "openvino": ("openvino", ("int4", "int8", "bf16"), "int4"),
     "vllm": ("vllm", ("bf16", "fp32"), "bf16"),
     "torchao": ("torchao", ("int8", "int4"), "int8"),
+    "gptqmodel": ("gptqmodel", ("sym", "asym"), "sym"),
 }
+CALIBRATED = ("gptqmodel",)  # quantize with data, which `hfaccel eval` gives them; not timed here
 
 
 @dataclass
@@ -62,7 +65,8 @@ class Contender:
 
     def stop(self) -> None:
         if self.process is not None:
-            self.process.stdin.close()
+            with suppress(OSError):  # what was not read any more
+                self.process.stdin.close()
             self.process.terminate()
             self.process.wait()
             self.process = None
@@ -98,6 +102,8 @@ def bench(
     from transformers import AutoTokenizer
 
     peers = [parse_peer(name) for name in against]
+    if untimed := [name for name, _ in peers if name in CALIBRATED]:
+        raise UnknownName(f"{untimed[0]} is measured by `hfaccel eval`, not timed")
     folder = artifacts.folder(model, off_grid=off_grid)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     # Another prompt each round: some tools keep the pages of a prompt that they have seen.

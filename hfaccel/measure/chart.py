@@ -70,12 +70,17 @@ def points(
     return _save(figure, title, path)
 
 
-def _figure(**options: Any) -> Any:
+def require() -> Any:
+    """What draws. Raises: PatchError where it is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise PatchError("a chart needs matplotlib: pip install 'hfaccel[eval]'") from None
-    return Figure(**options)
+    return Figure
+
+
+def _figure(**options: Any) -> Any:
+    return require()(**options)
 
 
 def _save(figure: Any, title: str, path: str | Path) -> Path:

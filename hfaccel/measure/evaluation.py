@@ -7,6 +7,7 @@ logits of a window are computed once for all rows. Peers run in processes of the
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -18,17 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfaccel.errors import UnknownName
+from hfaccel.errors import PatchError, UnknownName
 from hfaccel.measure import artifacts, tasks
-from hfaccel.measure.bench import PEERS, Contender, parse_peer, start
+from hfaccel.measure.bench import CALIBRATED, PEERS, Contender, parse_peer, start
 from hfaccel.measure.corpus import text
 from hfaccel.measure.perplexity import Comparison, cut_windows, evaluating, logits_of
 from hfaccel.measure.rows import UNPATCHED, load
 from hfaccel.measure.storage import storage
 from hfaccel.progress import progress_bar
+from hfaccel.samples import DEFAULT_TEXT, TOKENS, WINDOW_TOKENS
 
 ORIGINAL = "original"
-SCORED = ("hf", "llama.cpp", "torchao")  # peers that give logits
+SCORED = ("hf", "llama.cpp", "torchao", "gptqmodel")  # peers that give logits
+
+
+class PeerError(Exception):
+    """A peer's process ended or refused: an `error` in its row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +96,9 @@ def evaluate(
     corpus = text(settings.data) if settings.windows else ""
     reference, tokenizer = load(model, off_grid=settings.off_grid)
     windows = cut_windows(tokenizer, corpus, windows=settings.windows) if settings.windows else None
-    entries = [Entry(ORIGINAL, served(reference), described(reference), reference)]
+    patched = getattr(reference, "_hfaccel", None)
+    name = ORIGINAL if patched is None else patched.config.describe()
+    entries = [Entry(name, served(reference), described(reference), reference)]
     for recipe in recipes:
         say(f"{recipe} ...")
         entries.append(_patched(model, recipe, tokenizer, calibration, settings))
@@ -100,8 +108,12 @@ def evaluate(
         try:
             for name, variant in peers:
                 say(f"{name} {variant} ...")
+                contenders.append(Contender(f"{name} {variant}"))
                 python = (peer_python or {}).get(name)
-                contenders.append(_contender(name, variant, model, folder, settings.off_grid, python))
+                more = {}
+                if name in CALIBRATED:
+                    more["calibration"] = str(_calibration_file(Path(place), tokenizer, calibration))
+                _start(contenders[-1], name, variant, model, folder, settings.off_grid, python, more)
                 entries.append(_peer(contenders[-1], Path(place), tokenizer))
             if windows is not None:
                 _compare(entries, windows)
@@ -167,14 +179,22 @@ def _compare(entries: list[Entry], windows: Tensor) -> None:
         for ids in windows:
             theirs = None
             for entry in entries:
+                if "error" in entry.found:
+                    continue
                 start = time.perf_counter()
-                with evaluating(entry.model):
-                    mine = entry.logits(ids[None])[0]
+                try:
+                    with evaluating(entry.model):
+                        mine = entry.logits(ids[None])[0]
+                except PeerError as error:
+                    entry.found["error"] = str(error)
+                    continue
                 entry.seconds += time.perf_counter() - start
                 theirs = mine if theirs is None else theirs
                 entry.comparison.add(mine, theirs, ids)
                 advance()
     for entry in entries:
+        if "error" in entry.found:
+            continue
         found = entry.comparison.result(entry.seconds)
         entry.found |= {key: getattr(found, key) for key in ("perplexity", "kl", "top1_agreement", "seconds")}
 
@@ -186,7 +206,10 @@ def _ask(entry: Entry, questions: list, tokenizer: Any, settings: Settings) -> N
             found = tasks.accuracy(questions, entry.logits, generate, tokenizer)
         entry.found |= {key: value for key, value in found.to_dict().items() if value is not None}
     if settings.lm_eval:
-        entry.found["lm_eval"] = tasks.lm_eval(entry.model, tokenizer, settings.lm_eval, settings.limit)
+        try:
+            entry.found["lm_eval"] = tasks.lm_eval(entry.model, tokenizer, settings.lm_eval, settings.limit)
+        except PatchError as error:  # a task that it does not know: what was measured stays
+            entry.found["error"] = str(error)
 
 
 # Peers ----------------------------------------------------------------------------------------------------
@@ -199,16 +222,35 @@ def scored_peer(name: str) -> tuple[str, str]:
     return parse_peer(name)
 
 
-def _contender(
-    name: str, variant: str, model: str, folder: str, off_grid: bool, python: str | None
-) -> Contender:
-    spec = {"folder": folder, "variant": variant, "threads": torch.get_num_threads(), "logits": True}
+def _calibration_file(place: Path, tokenizer: Any, calibration: list[str] | None) -> Path:
+    """Rows of token ids as JSON: what a recipe that needs data takes of the same text."""
+    file = place / "calibration.json"
+    if not file.exists():
+        ids = tokenizer("\n\n".join(calibration or [text(DEFAULT_TEXT)])).input_ids[:TOKENS]
+        rows = [ids[at : at + WINDOW_TOKENS] for at in range(0, len(ids), WINDOW_TOKENS)]
+        file.write_text(json.dumps(rows), "utf-8")
+    return file
+
+
+def _start(
+    contender: Contender,
+    name: str,
+    variant: str,
+    model: str,
+    folder: str,
+    off_grid: bool,
+    python: str | None,
+    more: dict[str, str],
+) -> None:
+    spec = {"folder": folder, "variant": variant, "threads": torch.get_num_threads(), "logits": True, **more}
     if name == "llama.cpp":
         spec["artifact"] = str(artifacts.gguf_file(model, variant, off_grid=off_grid))
-    contender = Contender(f"{name} {variant}")
-    contender.process = start(PEERS[name][0], python, spec)
+    try:
+        contender.process = start(PEERS[name][0], python, spec)
+    except OSError as error:  # no such python
+        contender.error = str(error)
+        return
     contender.info = contender.ask().get("info", {})
-    return contender
 
 
 def _peer(contender: Contender, place: Path, tokenizer: Any) -> Entry:
@@ -218,12 +260,13 @@ def _peer(contender: Contender, place: Path, tokenizer: Any) -> Entry:
     def logits(ids: Tensor) -> Tensor:
         reply = contender.ask({"ids": ids[0].tolist(), "to": str(file)})
         if contender.error:
-            raise RuntimeError(f"{contender.name}: {contender.error}")
+            raise PeerError(contender.error)
         rows, width = reply["shape"]
         return torch.from_file(str(file), size=rows * width).view(1, rows, width).clone()
 
-    if contender.error:
-        raise RuntimeError(f"{contender.name}: {contender.error}")
-    known = {"bits_per_weight", "layer_bits_per_weight", "packed_bytes", "model_bytes"}
+    known = {"patch_s", "bits_per_weight", "layer_bits_per_weight", "packed_bytes", "model_bytes"}
     found = {key: value for key, value in contender.info.items() if key in known}
-    return Entry(contender.name, logits, {"executor": contender.info.get("version", ""), **found})
+    entry = Entry(contender.name, logits, {"executor": contender.info.get("version", ""), **found})
+    if contender.error:
+        entry.found["error"] = contender.error
+    return entry

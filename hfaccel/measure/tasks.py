@@ -32,7 +32,8 @@ from hfaccel.progress import progress_bar
 
 CONTEXT = "Question: {}\nAnswer:"
 REQUEST = "\nThink step by step and end with the number alone after ####."
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+# A minus between two numbers is a dash, and a digit behind a letter part of a name.
+_NUMBER = re.compile(r"(?:(?<![\w.])-)?(?<![A-Za-z_\d])\d[\d,]*(?:\.\d+)?")
 MARK = "####"
 
 
@@ -185,22 +186,19 @@ def prompt(question: str, tokenizer: Any) -> str:
 
 
 def same_answer(said: str, wanted: str) -> bool:
-    """Whether a generated text has the wanted answer."""
-    wanted_number, wanted = _answer(wanted)
-    number, text = _answer(said)
-    if wanted_number is not None:
-        return number == wanted_number
-    return text.casefold().rstrip(".") == wanted.casefold().rstrip(".")
+    """Whether a generated text has the wanted answer: as a number, where that is what is wanted."""
+    wanted = wanted.rpartition(MARK)[2].strip()
+    if _NUMBER.fullmatch(wanted):
+        behind = said.rpartition(MARK)[2].strip().partition("\n")[0] if MARK in said else ""
+        found = _NUMBER.findall(behind)[:1] or _NUMBER.findall(said)[-1:]
+        return bool(found) and _value(found[0]) == _value(wanted)
+    if MARK in said:
+        said = said.rpartition(MARK)[2].strip().partition("\n")[0]
+    return said.strip().casefold().rstrip(".") == wanted.casefold().rstrip(".")
 
 
-def _answer(text: str) -> tuple[float | None, str]:
-    """The number that counts, if any, and the text that counts."""
-    if MARK in text:
-        text = text.rpartition(MARK)[2].strip().partition("\n")[0]
-        numbers = _NUMBER.findall(text)[:1]
-    else:
-        numbers = _NUMBER.findall(text)[-1:]
-    return (float(numbers[0].replace(",", "")) if numbers else None), text.strip()
+def _value(number: str) -> float:
+    return float(number.replace(",", ""))
 
 
 def generator(model: Any, tokenizer: Any, max_new_tokens: int) -> Callable[[str], str]:

@@ -54,7 +54,7 @@ def test_rows_of_one_table(folder, data, monkeypatch):
     assert rows["original"]["perplexity"] == pytest.approx(plain.perplexity, rel=1e-6)
     assert rows["original"]["kl"] == 0 and rows["original"]["top1_agreement"] == 1
     assert rows["bf16"]["bits_per_weight"] == 16 and rows["original"]["bits_per_weight"] == 32
-    assert 0 < rows["bf16"]["kl"] < rows["int8"]["kl"] * 10
+    assert 0 < rows["bf16"]["kl"] < rows["int8"]["kl"] < rows["int4"]["kl"]
     for recipe in ("int8", "int4"):
         twin = hfaccel.patch(tiny("llama"), recipe)
         wanted = kl(
@@ -85,6 +85,7 @@ def test_a_patched_folder_is_measured_as_it_is(folder, data, tmp_path):
         "rows"
     ]
     assert row["executor"] == "native" and 8 < row["bits_per_weight"] < 9
+    assert row["recipe"] == "int8"
 
 
 def test_a_peer_sees_the_same_windows(folder, data):
@@ -95,6 +96,26 @@ def test_a_peer_sees_the_same_windows(folder, data):
     original, peer = made["rows"]
     assert peer["recipe"] == "hf fp32" and peer["kl"] < 1e-6
     assert peer["perplexity"] == pytest.approx(original["perplexity"], rel=1e-5)
+
+
+def test_a_peer_that_fails_is_a_row_with_its_error(folder, data, tmp_path):
+    """When it is loaded, and in the middle: what the others found is not lost."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho \'{"info": {"version": "9"}}\'\n')  # and ends
+    python.chmod(0o755)
+    args = ("--windows", "1", "--data", str(data), "--json", "--recipe", "int8", "--against", "hf:fp32")
+    for name, error in ((python, "the process ended"), (tmp_path / "none", "No such file")):
+        made = json.loads(run(str(folder), *args, "--peer-python", f"hf={name}"))
+        original, int8, peer = made["rows"]
+        assert error in peer["error"] and "perplexity" not in peer
+        assert original["perplexity"] > 1 and int8["kl"] > 0
+
+
+def test_a_picture_of_nothing_is_refused_before_the_questions(folder, tmp_path):
+    result = CliRunner().invoke(
+        app, ["eval", str(folder), "--windows", "0", "--tasks", "none", "--png", str(tmp_path / "x.png")]
+    )
+    assert result.exit_code == 2 and "--windows 0 measures none" in result.output
 
 
 def test_questions_without_perplexity(folder, tmp_path):

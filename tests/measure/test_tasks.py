@@ -139,6 +139,12 @@ def test_a_choice_that_merges_with_the_context():
         ("72", "#### 72.5", False),
         ("So: #### Paris.", "paris", True),
         ("London", "Paris", False),
+        ("CO2", "H2O", False),
+        ("BRCA1", "vitamin B1", False),
+        ("It is May 4, 1999.", "June 7, 1999", False),
+        ("It is between 10-12", "12", True),
+        ("12 in all, as #### says", "12", True),
+        ("vitamin B1.", "Vitamin B1", True),
     ],
 )
 def test_answers(said, wanted, same):
