@@ -56,6 +56,8 @@ class Contender:
                 self.process.stdin.write(json.dumps(job) + "\n")
                 self.process.stdin.flush()
             reply = json.loads(self.process.stdout.readline() or '{"error": "the process ended"}')
+        except BrokenPipeError:
+            reply = {"error": "the process ended"}
         except (OSError, ValueError) as error:
             reply = {"error": str(error)}
         if "error" in reply:
