@@ -1,13 +1,15 @@
-"""Memory while patching: peak and what is left, on a random Llama of 1.17 B parameters.
+"""Memory while patching: peak and what is left, on a random Llama of 1.17 B parameters or the demo model.
 
-`python -m hfaccel.measure.memory [--dtype bf16 fp32] [--recipe int8 int4]` prints a table, each row measured
-in a process of its own:
+`python -m hfaccel.measure.memory [--model demo] [--dtype bf16 fp32] [--recipe int8 int4]` prints a table,
+each row measured in a process of its own:
 
     peak         highest resident memory while patching, over that after the import of transformers'
                  LlamaForCausalLM, as a multiple of the original weights' bytes
     weights      bytes of all parameters and buffers afterwards, beside the arithmetic of codes, scales, zeros
     anonymous    anonymous memory afterwards over that after the import, beside the same arithmetic
     packed       share of the linears' bytes that are packed
+    allowed      for recipes that calibrate: original weights, one block's activations (its input, of all
+                 calibration tokens) and 300 MB, as a multiple like the peak
 
 Peaks are VmHWM, reset before the patch; originals are spilled to HFACCEL_SPILL_DIR, which should be a disk.
 """
@@ -32,7 +34,9 @@ SHAPE = {
 DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 
 
-def measure(dtype: str, recipe: str, shape: dict[str, Any] | None = None) -> dict[str, Any]:
+def measure(
+    dtype: str, recipe: str, shape: dict[str, Any] | None = None, *, demo: bool = False
+) -> dict[str, Any]:
     """One row, measured in this process, which should have done nothing before."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -42,14 +46,20 @@ def measure(dtype: str, recipe: str, shape: dict[str, Any] | None = None) -> dic
     import hfaccel
     from hfaccel.quant.linear import is_packed
     from hfaccel.report import model_bytes
+    from hfaccel.samples import TOKENS
 
-    config = LlamaConfig(**(shape or SHAPE))
-    model = LlamaForCausalLM._from_config(config, dtype=getattr(torch, DTYPES[dtype]))
+    tokenizer = None
+    if demo:
+        model, tokenizer = hfaccel.demo_model(off_grid=True)
+        model.to(getattr(torch, DTYPES[dtype]))
+    else:
+        config = LlamaConfig(**(shape or SHAPE))
+        model = LlamaForCausalLM._from_config(config, dtype=getattr(torch, DTYPES[dtype]))
     original = model_bytes(model)
     linears = {n: m.weight.nbytes for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     sizes = {name: tuple(model.get_submodule(name).weight.shape) for name in linears}
     _reset_peak()
-    hfaccel.patch(model, recipe, progress=False)
+    hfaccel.patch(model, recipe, tokenizer=tokenizer, progress=False)
     peak = _status("VmHWM")
     packed = {name: model.get_submodule(name) for name in linears if is_packed(model.get_submodule(name))}
     arithmetic = original - sum(linears[name] for name in packed)
@@ -59,6 +69,7 @@ def measure(dtype: str, recipe: str, shape: dict[str, Any] | None = None) -> dic
         "recipe": recipe,
         "original_bytes": original,
         "peak_rise_bytes": peak - resident,
+        "allowed_bytes": original + TOKENS * model.config.hidden_size * model.dtype.itemsize + 300_000_000,
         "weight_bytes": model_bytes(model),
         "arithmetic_bytes": arithmetic,
         "anonymous_rise_bytes": _anonymous() - anonymous,
@@ -89,12 +100,12 @@ def _reset_peak() -> None:
         file.write("5")
 
 
-def rows(dtypes: list[str], recipes: list[str]) -> list[dict[str, Any]]:
+def rows(dtypes: list[str], recipes: list[str], *, demo: bool = False) -> list[dict[str, Any]]:
     """Every combination, each in a fresh process."""
     out = []
     for dtype in dtypes:
         for recipe in recipes:
-            one = ["--one", "--dtype", dtype, "--recipe", recipe]
+            one = ["--one", "--dtype", dtype, "--recipe", recipe, *(["--model", "demo"] if demo else [])]
             command = [sys.executable, "-m", "hfaccel.measure.memory", *one]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             out.append(json.loads(done.stdout.splitlines()[-1]))
@@ -105,8 +116,8 @@ def text(found: list[dict[str, Any]]) -> str:
     """The table."""
     from hfaccel.report import table
 
-    heading = "original", "recipe", "MB before", "peak", "MB weights", "arithmetic", "MB anonymous", "packed"
-    lines = [heading]
+    heading = "original|recipe|MB before|peak|allowed|MB weights|arithmetic|MB anonymous|packed"
+    lines = [tuple(heading.split("|"))]
     for row in found:
         base = row["arithmetic_bytes"]
         lines.append(
@@ -115,6 +126,7 @@ def text(found: list[dict[str, Any]]) -> str:
                 row["recipe"],
                 f"{row['original_bytes'] / 1e6:.0f}",
                 f"{row['peak_rise_bytes'] / row['original_bytes']:.2f} x",
+                f"{row['allowed_bytes'] / row['original_bytes']:.2f} x",
                 f"{row['weight_bytes'] / 1e6:.0f}",
                 f"{100 * (row['weight_bytes'] / base - 1):+.1f} %",
                 f"{row['anonymous_rise_bytes'] / 1e6:.0f}",
@@ -127,15 +139,16 @@ def text(found: list[dict[str, Any]]) -> str:
 def main() -> None:
     about = __doc__.splitlines()[0]
     parser = argparse.ArgumentParser(prog="python -m hfaccel.measure.memory", description=about)
+    parser.add_argument("--model", choices=["random-1.17b", "demo"], default="random-1.17b")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16", "fp32"])
     parser.add_argument("--recipe", nargs="+", default=["int8", "int4"])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", action="store_true", help="in this process, one line of JSON")
     given = parser.parse_args()
     if given.one:
-        print(json.dumps(measure(given.dtype[0], given.recipe[0])))
+        print(json.dumps(measure(given.dtype[0], given.recipe[0], demo=given.model == "demo")))
         return
-    found = rows(given.dtype, given.recipe)
+    found = rows(given.dtype, given.recipe, demo=given.model == "demo")
     print(json.dumps(found) if given.json else text(found))
 
 
