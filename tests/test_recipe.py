@@ -37,7 +37,11 @@ TRANSFORM_STRATEGIES = {
     "hqq": st.builds(HQQ, bits=st.sampled_from((8, 4, 3, 2)), **grid),
     "nf4": st.builds(NF4, group=st.none() | groups),
     "fp8": st.builds(FP8, format=st.sampled_from(("e4m3", "e5m2")), per_tensor=st.booleans()),
-    "w8a8": st.builds(SmoothQuant, alpha=st.sampled_from((0.5, None)), static=st.booleans()),
+    "w8a8": st.builds(
+        SmoothQuant,
+        alpha=st.none() | st.just(0.5) | st.integers(0, 1) | st.floats(0, 1),
+        static=st.booleans(),
+    ),
     "head": st.one_of(st.just(Head(bits=16)), st.builds(Head, bits=st.sampled_from((8, 4)), **grid)),
     "kv": st.just(KVCache(bits=8)),
 }
@@ -88,6 +92,7 @@ def test_the_dict_form_survives_json(config, targets, ignore):
         ("int8-g32-asym+head16", (RTN(group=32, symmetric=False), Head(bits=16))),
         ("int2+head4+kv8", (RTN(bits=2), Head(bits=4), KVCache(bits=8))),
         ("kv8+int4", (KVCache(), RTN(bits=4))),
+        ("w8a8-static-a0.8", (SmoothQuant(alpha=0.8, static=True),)),
     ],
 )
 def test_what_steps_mean(text, transforms):
@@ -134,7 +139,12 @@ def test_options_in_any_order_and_spaces_around_steps():
         ("nf4-g64-row", "group is given twice"),
         ("fp8-e4m3", "unknown option -e4m3; known are -e5m2, -tensor"),
         ("fp8-tensor-tensor", "given twice"),
-        ("w8a8-tensor", "unknown option -tensor; known are -static, -nosmooth"),
+        ("w8a8-tensor", "unknown option -tensor; known are -static, -nosmooth, -aN"),
+        ("w8a8-a", "unknown option -a;"),
+        ("w8a8-aN", "lower case"),
+        ("w8a8-a1.5", "alpha=1.5; a number between 0 and 1"),
+        ("w8a8-a0.2-nosmooth", "alpha is given twice"),
+        ("int4-search-search", "search is given twice"),
         ("w8a8-static-static", "given twice"),
         ("head3", "known are head16, head8, head4"),
         ("head16-g64", "known are head16"),

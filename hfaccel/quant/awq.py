@@ -81,8 +81,7 @@ class AWQ(Rounding):
 
     @classmethod
     def parse(cls, rest: str, options: list[str]) -> AWQ:
-        values, mine = cls.parse_bits(rest, options, ("noclip",))
-        return cls(**values, clip="noclip" not in mine)
+        return cls(**cls.parse_bits(rest, options, {"noclip": ("clip", False)}))
 
     def step(self) -> str:
         return self.step_bits() + "-noclip" * (not self.clip)

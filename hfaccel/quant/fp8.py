@@ -14,14 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from hfaccel.errors import PatchError, UnknownName
+from hfaccel.errors import PatchError
 from hfaccel.observers import Stats
 from hfaccel.quant.packing import Round
 from hfaccel.quant.rounding import Rounding
-from hfaccel.quant.rtn import round_to_nearest, round_to_peak
+from hfaccel.quant.rtn import one_scale, round_to_nearest
 from hfaccel.transform import Site
 from hfaccel_kernels.codebook import FLOAT8
 from hfaccel_kernels.layouts import Layout
@@ -56,14 +55,8 @@ class FP8(Rounding):
 
     @classmethod
     def parse(cls, rest: str, options: list[str]) -> FP8:
-        if rest:
-            raise UnknownName(f"recipe step fp8{rest}: known is fp8")
-        for option in options:
-            if option not in ("e5m2", "tensor"):
-                raise UnknownName(f"fp8: unknown option -{option}; known are -e5m2, -tensor")
-        if len(set(options)) < len(options):
-            raise PatchError(f"fp8-{'-'.join(options)}: an option is given twice")
-        return cls(format="e5m2" if "e5m2" in options else "e4m3", per_tensor="tensor" in options)
+        known = {"e5m2": ("format", "e5m2"), "tensor": ("per_tensor", True)}
+        return cls(**cls.parse_alone(rest, options, known))
 
     def step(self) -> str:
         return "fp8" + "-e5m2" * (self.format == "e5m2") + "-tensor" * self.per_tensor
@@ -72,8 +65,4 @@ class FP8(Rounding):
         return Layout(8, code=self.format, act="token")
 
     def rounder(self, matrix: Tensor, stats: Stats | None) -> Round:
-        if not self.per_tensor:
-            return round_to_nearest
-        low, high = matrix.aminmax()
-        peak = torch.maximum(-low, high).float()
-        return lambda rows, layout: round_to_peak(rows, layout, peak.expand(rows.shape[0], 1))
+        return one_scale(matrix) if self.per_tensor else round_to_nearest

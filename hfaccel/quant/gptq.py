@@ -28,7 +28,7 @@ from hfaccel.observers import Stats, Want
 from hfaccel.quant.awq import best_scale, fold_scales
 from hfaccel.quant.grid import bounds, divisor, search_grid
 from hfaccel.quant.packing import Round
-from hfaccel.quant.rounding import Rounding
+from hfaccel.quant.rounding import Options, Rounding
 from hfaccel.quant.rtn import round_to_nearest
 from hfaccel.quant.tune import Tuning, check_tunable, tune
 from hfaccel.transform import Fold, Site
@@ -77,8 +77,8 @@ class GPTQ(Rounding):
 
     @classmethod
     def parse(cls, rest: str, options: list[str]) -> GPTQ:
-        values, mine = cls.parse_bits(rest, options, ("noorder", "awq", "tuned"))
-        return cls(**values, order="noorder" not in mine, awq="awq" in mine, tuned="tuned" in mine)
+        mine: Options = {"noorder": ("order", False), "awq": ("awq", True), "tuned": ("tuned", True)}
+        return cls(**cls.parse_bits(rest, options, mine))
 
     def step(self) -> str:
         return self.step_bits() + "-noorder" * (not self.order) + "-awq" * self.awq + "-tuned" * self.tuned

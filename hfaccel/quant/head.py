@@ -52,7 +52,7 @@ class Head(Rounding):
             )
         if rest == "16":
             return cls(bits=16)
-        return cls(**cls.parse_bits(rest, options)[0])
+        return cls(**cls.parse_bits(rest, options))
 
     def step(self) -> str:
         return "head16" if self.bits == 16 else self.step_bits()

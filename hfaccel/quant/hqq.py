@@ -69,8 +69,7 @@ class HQQ(Rounding):
 
     @classmethod
     def parse(cls, rest: str, options: list[str]) -> HQQ:
-        values, _ = cls.parse_bits(rest, options)
-        return cls(**values)
+        return cls(**cls.parse_bits(rest, options))
 
     def step(self) -> str:
         return self.step_bits()

@@ -10,16 +10,15 @@ products run in integers.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
-from hfaccel.errors import PatchError, UnknownName
+from hfaccel.errors import PatchError
 from hfaccel.observers import Stats
 from hfaccel.quant.packing import Round
-from hfaccel.quant.rounding import Rounding
+from hfaccel.quant.rounding import GROUPS, Rounding
 from hfaccel.quant.rtn import round_to_nearest
 from hfaccel.transform import Site
 from hfaccel_kernels.layouts import Layout
@@ -52,17 +51,7 @@ class NF4(Rounding):
 
     @classmethod
     def parse(cls, rest: str, options: list[str]) -> NF4:
-        if rest:
-            raise UnknownName(f"recipe step nf4{rest}: known is nf4")
-        values: dict[str, Any] = {}
-        for option in options:
-            match = re.fullmatch(r"g([1-9][0-9]*)", option)
-            if not match and option != "row":
-                raise UnknownName(f"nf4: unknown option -{option}; known are -gN, -row")
-            if values:
-                raise PatchError(f"nf4-{'-'.join(options)}: group is given twice")
-            values["group"] = int(match[1]) if match else -1
-        return cls(**values)
+        return cls(**cls.parse_alone(rest, options, GROUPS))
 
     def step(self) -> str:
         return "nf4" + {64: "", -1: "-row"}.get(self.group, f"-g{self.group}")

@@ -24,10 +24,14 @@ from hfaccel_kernels.layouts import Layout
 # 2.4 %. An embedding tied to the head shares the head's layout.
 _WIDE_INPUTS = ("q", "k", "v", "qkv", "head", "tok")
 
+Options = dict[str, tuple[str, Any]]  # name -> (field, value); of one that ends with N: int or float, of N
+GROUPS: Options = {"gN": ("group", int), "row": ("group", -1)}
+_DIGITS = {int: "[1-9][0-9]*", float: r"[0-9]+(?:\.[0-9]+)?"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rounding(Transform):
-    """Base of the weight-only methods.
+    """Base of the methods that choose codes of weights; some round activations as well (`layout`).
 
     Attributes:
         bits: 2, 3, 4 or 8.
@@ -111,36 +115,24 @@ class Rounding(Transform):
         new.bias = bias
         return new
 
-    # Recipe steps: name, bits, then -gN | -row | -asym | -sym and what the method adds ----------------------
+    # Recipe steps: name, bits, then options -----------------------------------------------------------------
 
     @classmethod
-    def parse_bits(
-        cls, rest: str, options: list[str], extra: tuple[str, ...] = ()
-    ) -> tuple[dict[str, Any], list[str]]:
-        """Fields from the bits and the options every method knows, and those options that are in `extra`."""
+    def parse_bits(cls, rest: str, options: list[str], extra: Options | None = None) -> dict[str, Any]:
+        """Fields from the bits and from the options: those that every such method has, and `extra`."""
         if rest not in ("2", "3", "4", "8"):
             raise UnknownName(
                 f"recipe step {cls.name}{rest!s}: known are {', '.join(cls.name + b for b in '8432')}"
             )
-        values: dict[str, Any] = {"bits": int(rest)}
-        mine: list[str] = []
-        for option in options:
-            if match := re.fullmatch(r"g([1-9][0-9]*)", option):
-                key, value = "group", int(match[1])
-            elif option == "row":
-                key, value = "group", -1
-            elif option in ("asym", "sym"):
-                key, value = "symmetric", option == "sym"
-            elif option in extra:
-                mine.append(option)
-                continue
-            else:
-                known = ", ".join(["-gN", "-row", "-asym", "-sym", *(f"-{name}" for name in extra)])
-                raise UnknownName(f"{cls.name}{rest}: unknown option -{option}; known are {known}")
-            if key in values:
-                raise PatchError(f"{cls.name}{rest}-{'-'.join(options)}: {key} is given twice")
-            values[key] = value
-        return values, mine
+        known = GROUPS | {"asym": ("symmetric", False), "sym": ("symmetric", True)} | (extra or {})
+        return {"bits": int(rest)} | parse_options(cls.name + rest, options, known)
+
+    @classmethod
+    def parse_alone(cls, rest: str, options: list[str], known: Options) -> dict[str, Any]:
+        """Fields from the options, of a method whose step says no bits."""
+        if rest:
+            raise UnknownName(f"recipe step {cls.name}{rest}: known is {cls.name}")
+        return parse_options(cls.name, options, known)
 
     def step_bits(self) -> str:
         """The step that `parse_bits` reads back, without what equals the default."""
@@ -151,6 +143,27 @@ class Rounding(Transform):
         if self.symmetric != default.symmetric:
             out += "-sym" if self.symmetric else "-asym"
         return out
+
+
+def parse_options(step: str, options: list[str], known: Options) -> dict[str, Any]:
+    """Field -> value of what follows a step. Raises: UnknownName; PatchError for a field given twice."""
+    values: dict[str, Any] = {}
+    for option in options:
+        name = next((name for name in known if re.fullmatch(_pattern(name, known), option)), None)
+        if name is None:
+            raise UnknownName(f"{step}: unknown option -{option}; known are -{', -'.join(known)}")
+        field, value = known[name]
+        if value in _DIGITS:
+            value = value(option.removeprefix(name[:-1]))
+        if field in values:
+            raise PatchError(f"{step}-{'-'.join(options)}: {field} is given twice")
+        values[field] = value
+    return values
+
+
+def _pattern(name: str, known: Options) -> str:
+    digits = _DIGITS.get(known[name][1])
+    return re.escape(name) if digits is None else re.escape(name[:-1]) + digits
 
 
 def check_finite(site: Site) -> None:

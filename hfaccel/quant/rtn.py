@@ -20,7 +20,7 @@ from hfaccel.errors import PatchError
 from hfaccel.observers import Stats, Want
 from hfaccel.quant.grid import searched
 from hfaccel.quant.packing import Round
-from hfaccel.quant.rounding import Rounding, group_scale
+from hfaccel.quant.rounding import Options, Rounding, group_scale
 from hfaccel.transform import Site
 from hfaccel_kernels import codebook
 from hfaccel_kernels.layouts import Layout, pack_scales, unpack_scales
@@ -58,11 +58,9 @@ class RTN(Rounding):
 
     @classmethod
     def parse(cls, rest: str, options: list[str]) -> RTN:
-        values, mine = cls.parse_bits(rest, options, ("tensor", "search"))
-        values["search"] = "search" in mine
-        if "tensor" in mine:
-            values = {"group": -1, "symmetric": True, **values, "per_tensor": True}
-        return cls(**values)
+        mine: Options = {"tensor": ("per_tensor", True), "search": ("search", True)}
+        values = cls.parse_bits(rest, options, mine)
+        return cls(**({"group": -1, "symmetric": True} if "per_tensor" in values else {}) | values)
 
     def step(self) -> str:
         if self.per_tensor:
@@ -77,9 +75,14 @@ class RTN(Rounding):
             return searched(stats.diagonal())
         if not self.per_tensor:
             return round_to_nearest
-        low, high = matrix.aminmax()
-        peak = torch.maximum(-low, high).float()
-        return lambda rows, layout: round_to_peak(rows, layout, peak.expand(rows.shape[0], 1))
+        return one_scale(matrix)
+
+
+def one_scale(matrix: Tensor) -> Round:
+    """Rounds rows of a matrix to nearest, all of them with the scale of its own largest value."""
+    low, high = matrix.aminmax()
+    peak = torch.maximum(-low, high).float()
+    return lambda rows, layout: round_to_peak(rows, layout, peak.expand(rows.shape[0], 1))
 
 
 def round_to_nearest(weight: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor | None]:

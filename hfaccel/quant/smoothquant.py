@@ -17,6 +17,7 @@ tokens each.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from functools import partial
 from typing import ClassVar
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from hfaccel.anatomy import Anatomy
-from hfaccel.errors import PatchError, UnknownName
+from hfaccel.errors import PatchError
 from hfaccel.journal import Journal
 from hfaccel.observers import SiteStats, Stats, Want
 from hfaccel.quant.awq import fold_scales
@@ -51,7 +52,10 @@ class SmoothQuant(Rounding):
 
     name: ClassVar[str] = "w8a8"
     steps: ClassVar[tuple[tuple[str, str], ...]] = (
-        ("w8a8", "calibrated INT8 weights (a row) and activations (a token), smoothed; -static, -nosmooth"),
+        (
+            "w8a8",
+            "calibrated INT8 weights (a row) and activations (a token), smoothed; -static, -aN, -nosmooth",
+        ),
     )
 
     alpha: float | None = 0.5
@@ -64,22 +68,19 @@ class SmoothQuant(Rounding):
         number = isinstance(self.alpha, float | int) and not isinstance(self.alpha, bool)
         if self.alpha is not None and not (number and 0 <= self.alpha <= 1):
             raise PatchError(f"SmoothQuant: alpha={self.alpha!r}; a number between 0 and 1, or None")
+        if self.alpha is not None:
+            self._set("alpha", abs(float(self.alpha)))  # -0.0 is 0
         if not isinstance(self.static, bool):
             raise PatchError(f"SmoothQuant: static={self.static!r}; True or False")
 
     @classmethod
     def parse(cls, rest: str, options: list[str]) -> SmoothQuant:
-        if rest:
-            raise UnknownName(f"recipe step w8a8{rest}: known is w8a8")
-        for option in options:
-            if option not in ("static", "nosmooth"):
-                raise UnknownName(f"w8a8: unknown option -{option}; known are -static, -nosmooth")
-        if len(set(options)) < len(options):
-            raise PatchError(f"w8a8-{'-'.join(options)}: an option is given twice")
-        return cls(static="static" in options, **({"alpha": None} if "nosmooth" in options else {}))
+        known = {"static": ("static", True), "nosmooth": ("alpha", None), "aN": ("alpha", float)}
+        return cls(**cls.parse_alone(rest, options, known))
 
     def step(self) -> str:
-        return "w8a8" + "-static" * self.static + "-nosmooth" * (self.alpha is None)
+        smoothed = "-nosmooth" if self.alpha is None else f"-a{Decimal(repr(self.alpha)):f}"
+        return "w8a8" + "-static" * self.static + smoothed * (self.alpha != type(self).alpha)
 
     def observer(self, site: Site) -> Want | None:
         needless = isinstance(site.module, nn.Embedding) or (self.alpha is None and not self.static)
