@@ -399,8 +399,8 @@ def quantize_activations(x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor,
     Returns: codes [M, K] int8 (act_bits 8) or int16 (16), and scales fp32 [M, chunks]; with top = 127 or
         16256: scale = max|x| / top, code = round half to even of x * (1 / max|x| * top), each operation in
         fp32; codes are 0 where max|x| <= PEAK_FLOOR. A NaN or infinity makes the scale one, and with it
-        every output of the token. A fixed scale: code = round(x * (1 / scale)), at most 127. Beside float8
-        top is 448 and the codes are fp32, rounded to what e4m3 holds.
+        every output of the token; the code of NaN is -top. A fixed scale: code = round(x * (1 / scale)),
+        from -127 to 127. Beside float8 top is 448 and the codes are fp32, rounded to what e4m3 holds.
     """
     x = x.float()
     spans, top = layout.chunks(x.shape[1]), ACT_TOP[layout.act_bits]
@@ -419,8 +419,9 @@ def quantize_activations(x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor,
             inverse = fixed.reciprocal()
             scales[:, c] = torch.where(peak.isfinite(), fixed, torch.nan)
         scaled = part * inverse[:, None]
+        scaled = torch.where(scaled.isnan(), -top, scaled.clamp_(-top, top))
         if layout.is_float:
             codes[:, start:stop] = codebook.round_e4m3(scaled)
         else:
-            codes[:, start:stop] = torch.round(scaled).clamp_(-top, top).to(codes.dtype)
+            codes[:, start:stop] = torch.round(scaled).to(codes.dtype)
     return codes, scales

@@ -108,6 +108,31 @@ def test_activation_codes_are_the_reference_bit_for_bit(isa, x_dtype, group, act
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("x_dtype", PLAIN[:2], ids=str)
+@pytest.mark.parametrize("layout", [lay for lay in LAYOUTS if lay.act == "token"], ids=name)
+def test_codes_of_a_token_are_the_reference_bit_for_bit(isa, x_dtype, layout):
+    """What is far beyond a static scale, and no number at all, too: no int32 holds 1e38 times anything."""
+    m, k = 6, 100
+    x = torch.randn(m, k)
+    x[1, 3:9] = torch.tensor([1e8, -1e8, 4.3e7, 3e38, -3e38, 2.54])
+    x[2, 40], x[3, 1], x[4, 99] = float("nan"), float("inf"), -float("inf")
+    x[5] = 0
+    x = x.to(x_dtype)
+    w = describe(layout, 16, k, *random_packed(layout, 16, k))
+    acts, _kept = quantized(w, x, isa, threads=2)
+    codes, scales = layouts.quantize_activations(x, layout)
+    assert torch.equal(view(acts.scales, m, torch.float32).nan_to_num(), scales[:, 0].nan_to_num())
+    if layout.is_float:
+        rows = view(acts.codes, m * acts.ldq // 4, torch.float32).view(m, -1)
+        codes = torch.nn.functional.pad(codes, (0, rows.shape[1] - k))
+        assert torch.equal(rows.view(m, -1, 4)[..., [0, 2, 1, 3]].flatten(1), codes)
+    else:
+        assert torch.equal(view(acts.codes, m * acts.ldq, torch.int8).view(m, -1)[:, :k], codes)
+        if layout.static:
+            assert codes[1, 3:9].tolist() == [127, -127, 127, 127, -127, 127]
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name)
 def test_packed_product_against_fp64(isa, layout):
     for m, n, k in SHAPES:

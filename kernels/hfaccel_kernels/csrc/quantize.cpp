@@ -1,5 +1,9 @@
-// Activations to integers: per token, per chunk of K, symmetric; layouts.quantize_activations bit for bit.
-//   peak = max|x|, scale = peak / top, code = round half to even of x * (1 / peak * top); top = 127 or 16256
+// Codes of activations, symmetric, one scale a chunk of a token's K or a token; layouts.quantize_activations bit for
+// bit.
+//   integers   peak = max|x|, scale = peak / top, code = round half to even of x * (1 / peak * top); top = 127 or 16256
+//   static     scale as given, code = round half to even of x * (1 / scale), between -127 and 127
+//   E4M3       beside float8: scale = peak / 448, code = the e4m3 nearest to x * (1 / peak * 448), kept as a float
+// Clamping comes before rounding, in floats: int32 cannot hold what is far beyond a static scale. NaN becomes -top.
 #include <float.h>
 
 #include "parallel.h"
@@ -47,13 +51,13 @@ inline void quantize_chunk(const void* x, int32_t dtype, int64_t at, int64_t n, 
     const float peak = peak_of(x, dtype, at, n);
     *scale = fixed == 0.0f ? peak / (float)limit : peak <= FLT_MAX ? fixed : NAN;
     const Vf by = splat(fixed == 0.0f ? inverse_of(peak, (float)limit) : 1.0f / fixed);
-    const Vi low = splat_i(-limit), high = splat_i(limit);
+    const Vf low = splat((float)-limit), high = splat((float)limit);
     Vi total = splat_i(0);
     for (int64_t i = 0; i < pad(n, kPad); i += 16) {
         Vi code = splat_i(0);
         if (i < n) {
             const int left = n - i < 16 ? (int)(n - i) : 16;
-            code = min(max(round_even(load_as(x, at + i, dtype, left) * by), low), high);
+            code = round_even(min(max(load_as(x, at + i, dtype, left) * by, low), high));
         }
         total = total + code;
         if (low_codes) {
