@@ -278,6 +278,8 @@ MORE: dict[str, list[Callable[[], None]]] = {
         *(partial(_linear, m, layout) for layout in (_NF4, _E4M3, _E5M2, _W8A8) for m in (1, 32)),
         *(partial(_linear, m, _E5M2) for m in (4, 128)),
         partial(_linear, 1, _NF4, n=256, k=4096),
+        partial(_linear, 1, Layout(4, -1, True, "double", code="nf4")),
+        partial(_linear, 4, _W8A8, n=256, k=4096),  # in parts of int32
         partial(_linear, 128, _NF4, _FP32),
         partial(_linear, 2, _STATIC, _FP16, bias=True),
         partial(_linear, 16, Layout(4, 20, False, "double"), n=70, k=130),

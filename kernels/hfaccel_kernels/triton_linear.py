@@ -15,11 +15,14 @@ kernels walk the padded K axis of the layout, step by step; `_k_of` says which e
 
 NF4 codes are looked up in four words of levels, float8 is exact as fp16 words; neither has a zero point.
 Where the layout says one scale of x a token, `_round` makes codes of x first, the bits of the reference, and
-both kernels multiply codes: `_gemm` int8 x int8 with int32 sums, e4m3 x e4m3 from compute capability 8.9 on;
-before, and beside e5m2, both are bf16, which holds either exactly.
+both kernels multiply codes. int8 x int8: the dot is exact, in int32, parts of a split K too, and is then
+multiplied by the product of both scales, as on CPUs. `_gemv` has fp32 FMAs there as well: a sum of 1,040
+products of 8-bit codes is below 2^24, so each of its sums is exact until it is turned into an int32. e4m3:
+products of e4m3 from compute capability 8.9 on; before, and beside e5m2, both are bf16, which holds either
+exactly.
 
-Sums are fp32. The parts of a split K go to a workspace and `_combine` adds them in order: no atomics, so that
-one shape always gives the same bits.
+Other sums are fp32. The parts of a split K go to a workspace and `_combine` adds them in order: no atomics,
+so that one shape always gives the same bits.
 """
 
 from __future__ import annotations
@@ -206,9 +209,10 @@ def _gemv(
     """m <= M rows of x times the 16 rows of one block. GROUP 0: one group a row. UNIT: steps that share a
     group.
 
-    x [m, k]; weight int32 [blocks, words]; scale, zero [blocks, groups, 16]; out [m, n], or with PART fp32
-    [parts, m, blocks * 16]. TOKEN: x are codes, times x_scale [m].
+    x [m, k]; weight int32 [blocks, words]; scale, zero [blocks, groups, 16]; out [m, n], or with PART [parts,
+    m, blocks * 16], fp32 or of EXACT int32 dots. TOKEN: x are codes, times x_scale [m].
     """
+    EXACT: tl.constexpr = TOKEN and CODE == 0
     UNITS: tl.constexpr = STEPS // UNIT
     block = tl.program_id(0)
     first = tl.program_id(1) * part_steps
@@ -245,6 +249,8 @@ def _gemv(
         xs = tl.reshape(xs, (M, UNITS, UNIT, 1, K_STEP)).to(tl.float32)
         if CODE == 0:
             w = (_bits_of(w0, w1, w2, BITS, 23) | ((127 + BITS) << 23)).to(tl.float32, bitcast=True)
+            if EXACT:  # four products a turn: 260 turns, 133,120 elements of K, stay below 2^24
+                w -= 384.0
         else:
             w = _value_of(_bits_of(w0, w1, w2, BITS, BITS), CODE)
         part = tl.sum(w * xs, axis=4)
@@ -256,19 +262,22 @@ def _gemv(
             total += s * (part - z * x_part)
         else:
             total += s * part
+    if EXACT:
+        total = total.to(tl.int32)
     y = tl.sum(tl.reshape(total, (M, STEPS, 16)), axis=1)  # [M, 16]
-    if GROUP == 0:
+    if GROUP == 0 and not (EXACT and PART):
         if HAS_ZERO:
             z = tl.load(zero + side).to(tl.float32) + (1 << BITS)
         else:
             z = (1 << BITS) + (1 << (BITS - 1))
-        if CODE == 0:
+        if CODE == 0 and not EXACT:
             x_sum = tl.sum(tl.reshape(x_total, (M, STEPS)), axis=1)
             y -= z * x_sum[:, None]
-        every = lane[None, :] >= 0
-        y *= _scale_of(scale, heads, block, 0, lane[None, :], every, groups, DOUBLE)
-    if TOKEN:
-        y *= tl.load(x_scale + rows, mask=kept, other=0.0)
+        here = block + 0 * lane[None, :]  # as wide as the mask
+        s = _scale_of(scale, heads, here, 0, lane[None, :], here >= 0, groups, DOUBLE)
+        if TOKEN:
+            s = s * tl.load(x_scale + rows, mask=kept, other=0.0)
+        y = y.to(tl.float32) * s
     column = block * 16 + lane[None, :]
     if PART:
         tl.store(out + tl.program_id(1).to(tl.int64) * stride_part + rows * stride_out + column, y, mask=kept)
@@ -289,6 +298,7 @@ def _gemm(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One [BM, BN] tile of out, for one part of K. Arguments as `_gemv`; DOT is the dtype of the operands."""
+    EXACT: tl.constexpr = TOKEN and CODE == 0
     BLOCKS: tl.constexpr = BN // 16
     STEPS: tl.constexpr = BK // K_STEP
     UNITS: tl.constexpr = STEPS // UNIT
@@ -338,7 +348,7 @@ def _gemm(
             if HAS_ZERO:
                 zs = tl.load(zero + side + group[None, :, None] * 16, mask=live, other=0).to(tl.float32)
                 z = tl.reshape(zs, (BLOCKS, UNITS, 1, 16, 1))
-        w0, w1, w2 = _words(w_blocks, at, last, STEPS, BITS, BITS == 8 and CODE == 0 and not TOKEN)
+        w0, w1, w2 = _words(w_blocks, at, last, STEPS, BITS, BITS == 8 and CODE == 0 and not EXACT)
         w0 = tl.reshape(w0, (BLOCKS, UNITS, UNIT, 16, 1))
         w1 = tl.reshape(w1, (BLOCKS, UNITS, UNIT, 16, 1))
         w2 = tl.reshape(w2, (BLOCKS, UNITS, UNIT, 16, 1))
@@ -349,8 +359,6 @@ def _gemm(
             w = code.to(tl.int8).to(tl.float8e4nv, bitcast=True)
         elif CODE != 0:
             w = _value_of(code, CODE)
-        elif TOKEN:  # stored with its sign
-            w = ((code << 24) >> 24).to(tl.float32)
         else:  # 2^23 + u is the float whose mantissa is u: its difference to 2^23 + z is exact.
             w = (code | 0x4B000000).to(tl.float32, bitcast=True) - (z + 8388608.0)
         if GROUP != 0:
@@ -364,12 +372,12 @@ def _gemm(
         else:
             acc = tl.dot(xs.to(DOT), w, acc, input_precision="tf32x3" if DOT == tl.float32 else None)
     column = tile_n * BN + tl.arange(0, BN)
-    acc = acc.to(tl.float32)
-    if GROUP == 0:
+    if GROUP == 0 and not (EXACT and PART):
         s = _scale_of(scale, heads, column // 16, 0, column % 16, column < blocks * 16, groups, DOUBLE)
-        acc = acc * s[None, :]
-    if TOKEN:
-        acc = acc * tl.load(x_scale + rows, mask=rows < m, other=0.0)[:, None]
+        s = s[None, :]
+        if TOKEN:
+            s = s * tl.load(x_scale + rows, mask=rows < m, other=0.0)[:, None]
+        acc = acc.to(tl.float32) * s
     here = (rows < m)[:, None] & (column < n)[None, :]
     at = rows.to(tl.int64)[:, None] * stride_out + column[None, :]
     if PART:
@@ -382,26 +390,23 @@ def _gemm(
 
 @triton.jit(do_not_specialize=["count"])
 def _combine(
-    parts,
-    bias,
-    out,
-    n,
-    count,
-    stride_part,
-    stride_row,
-    stride_out,
-    HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """out[m] = sum of parts[:, m], in order, + bias. parts fp32 [count, M, padded n]."""
+    parts, bias, out, scale, heads, x_scale,
+    n, count, stride_part, stride_row, stride_out,
+    HAS_BIAS: tl.constexpr, DOUBLE: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[m] = sum of parts[:, m], in order, + bias. parts fp32 [count, M, padded n]; of EXACT dots int32,
+    to be scaled."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1).to(tl.int64)
     here = column < n
-    total = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((BLOCK,), tl.int32 if EXACT else tl.float32)
     at = parts + row * stride_row + column
     for _ in range(count):
-        total += tl.load(at, mask=here, other=0.0)
+        total += tl.load(at, mask=here, other=0)
         at += stride_part
+    if EXACT:
+        s = _scale_of(scale, heads, column // 16, 0, column % 16, here, 1, DOUBLE)
+        total = total.to(tl.float32) * (s * tl.load(x_scale + row))
     if HAS_BIAS:
         total += tl.load(bias + column, mask=here, other=0.0).to(tl.float32)
     tl.store(out + row * stride_out + column, total.to(out.dtype.element_ty), mask=here)
@@ -502,7 +507,9 @@ def _launch(x, x_scale, weight, scale, zero, bias, layout, out):
         tiles = -(-m // bm) * -(-blocks * ROWS // bn)
     parts, part_steps = (1, steps) if m > 16 else _parts(steps, tile_steps, tiles)
     split = parts > 1
-    to = torch.empty(parts, m, blocks * ROWS, dtype=torch.float32, device=x.device) if split else out
+    exact = x.dtype == torch.int8
+    held = torch.int32 if exact else torch.float32
+    to = torch.empty(parts, m, blocks * ROWS, dtype=held, device=x.device) if split else out
     constants = {
         "BITS": layout.bits,
         "K_STEP": layout.k_step,
@@ -534,6 +541,7 @@ def _launch(x, x_scale, weight, scale, zero, bias, layout, out):
     if split:
         (block,) = COMBINE.tile
         _combine[(-(-n // block), m)](
-            to, bias, out, n, parts, to.stride(0), to.stride(1), out.stride(0),
-            HAS_BIAS=bias is not None, BLOCK=block, num_warps=COMBINE.num_warps, enable_fp_fusion=True,
+            to, bias, out, scale, heads, x_scale, n, parts, to.stride(0), to.stride(1), out.stride(0),
+            HAS_BIAS=bias is not None, DOUBLE=constants["DOUBLE"], EXACT=exact, BLOCK=block,
+            num_warps=COMBINE.num_warps, enable_fp_fusion=True,
         )  # fmt: skip

@@ -20,6 +20,7 @@ from hfaccel_kernels.layouts import (
     pack_rows,
     pack_scales,
     quantize_activations,
+    unpack_scales,
 )
 
 ENGINE = os.environ["HFACCEL_TRITON_ENGINE"]
@@ -114,6 +115,7 @@ LINEAR_TTSEM = {
 
 
 NF4, NF4_ROW = Layout(4, 64, True, "double", code="nf4"), Layout(4, -1, True, "fp16", code="nf4")
+NF4_DOUBLE_ROW = Layout(4, -1, True, "double", code="nf4")
 NF4_GAPS, INT4_DOUBLE = Layout(4, 20, True, "fp32", code="nf4"), Layout(4, 16, False, "double")
 E4M3, E5M2 = (Layout(8, code=code, act="token") for code in ("e4m3", "e5m2"))
 W8A8, STATIC = Layout(8, act="token"), Layout(8, act="token", act_scale=0.02)
@@ -122,6 +124,7 @@ CODES = {
     "nf4-tiles": (NF4, 7, 40, 64 * 19, FP16),  # more groups than one tile of scales has
     "nf4-parts": (NF4, 1, 20, 2100, FP32),
     **{f"nf4-row-m{m}": (NF4_ROW, m, 33, 100, FP16) for m in (2, 9)},
+    **{f"nf4-double-row-m{m}": (NF4_DOUBLE_ROW, m, 33, 100, FP32) for m in (1, 9)},
     **{f"nf4-gaps-m{m}": (NF4_GAPS, m, 17, 90, FP32) for m in (1, 6)},
     **{f"double-m{m}": (INT4_DOUBLE, m, 40, 16 * 18, BF16) for m in (1, 8)},
     **{f"{layout.code}-m{m}": (layout, m, 40, 300, dtype)
@@ -132,7 +135,7 @@ CODES = {
        for m, dtype in ((1, BF16), (3, FP32), (20, BF16))},
     "w8a8-parts": (W8A8, 9, 20, 2100, BF16),
 }  # fmt: skip
-CODES_TTSEM = {"nf4-m1", "nf4-m40", "e4m3-m1", "e4m3-m20", "w8a8-m20", "static-m3"}
+CODES_TTSEM = {"nf4-m1", "nf4-double-row-m1", "nf4-m40", "e4m3-m1", "e4m3-m20", "w8a8-m20", "static-m3"}
 
 
 @pytest.mark.parametrize(
@@ -166,6 +169,37 @@ def test_linear_of_other_codes(case):
         bound += ROUNDING[dtype] * (seen.abs() @ w.abs().T)
     args = [None if t is None else t.to(DEVICE) for t in (x, weight, scale, zero, bias)]
     assert_within(triton_linear.linear(*args, layout, n, k), want, bound)
+
+
+@pytest.mark.parametrize(
+    ("m", "parts", "scale_dtype"),
+    [
+        (1, False, "fp32"),
+        pytest.param(1, True, "fp32", marks=ttsem_too),
+        (4, False, "double"),
+        (4, True, "fp32"),
+        (9, False, "fp32"),
+        pytest.param(9, True, "double", marks=ttsem_too),
+        (20, False, "fp32"),
+    ],
+)
+def test_dots_of_int8_are_exact(m, parts, scale_dtype, monkeypatch):
+    """Bit for bit the int32 dot, beyond what fp32 sums hold, times the product of both scales."""
+    if not parts:
+        monkeypatch.setattr(triton_linear, "FILL", 1)
+    n, k, layout = 20, 4100, Layout(8, scale_dtype=scale_dtype, act="token")
+    codes = torch.randint(150, 256, (n, k)).to(torch.uint8)
+    weight, scale = pack_codes(codes, layout), pack_scales(torch.rand(n, 1) + 0.1, layout)
+    x = torch.rand(m, k) + 0.5
+    seen, by = quantize_activations(x, layout)
+    dot = seen.long() @ (codes.long() - 128).T
+    assert dot.max() > 2**24 and dot.max() < 2**31
+    want = dot.float() * (unpack_scales(scale, layout, n).T * by)
+    got = triton_linear.linear(x.to(DEVICE), weight.to(DEVICE), scale.to(DEVICE), None, None, layout, n, k)
+    if scale_dtype == "double":  # scale = code * step + least, which a GPU may round once
+        assert torch.allclose(got.cpu(), want, rtol=2.0**-22, atol=0)
+    else:
+        assert torch.equal(got.cpu(), want)
 
 
 @ttsem_too
