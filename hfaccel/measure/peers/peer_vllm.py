@@ -5,7 +5,7 @@ import time
 
 
 def load(spec):
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "all")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{spec['threads'] - 1}")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     import vllm
 
