@@ -208,8 +208,8 @@ class QuantEmbedding(_PackedMatrix, nn.Embedding):
 class QuantExperts(_Packed, nn.Module):
     """Fused experts (3-D `gate_up_proj`, `down_proj`) with every expert's matrices packed.
 
-    Stored per projection: `<name>` uint8 [E, NB, block_bytes], `<name>_scale`, `<name>_zero` [E, NB, G, 16];
-    biases as they were. The gate function is the original class's own.
+    Stored per projection: `<name>`, `<name>_scale` and, if asymmetric, `<name>_zero`, each [E, ...] of what
+    `Layout.shapes` says of one matrix; biases as they were. The gate function is the original class's own.
     """
 
     PROJECTIONS = ("gate_up_proj", "down_proj")

@@ -7,6 +7,12 @@ The at most 256 scales of a tile, 16 rows and 16 groups, are
 in fp32. (The paper takes the mean off and has a sign; with the least no scale falls below zero, and no step
 is longer.) A block of 16 rows stores its tiles one after the other, each as step, least (fp32) and then the
 16 codes of every group: 8.25 bits a scale, beside 16 groups.
+
+A scale errs by up to half a step. So in a tile with a group of zeros, whose least scale is 0, a group whose
+largest weight is below 1/510 of the tile's is rounded to zeros as a whole; in a tile without one none is.
+
+Product and sum are each rounded here and in C++; a fused multiply-add, as in Triton's kernels, rounds once,
+and a scale there may differ by 2^-24 of the larger of both.
 """
 
 from __future__ import annotations
@@ -40,7 +46,7 @@ def pack(rows: torch.Tensor, last: int = ROWS) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 [NB, row_bytes] -> fp32 scales [NB, G, 16], product and sum each rounded once."""
+    """uint8 [NB, row_bytes] -> fp32 scales [NB, G, 16]."""
     tiles = -(-packed.shape[1] // (HEAD_BYTES + TILE * ROWS))
     groups = (packed.shape[1] - tiles * HEAD_BYTES) // ROWS
     out = torch.empty(len(packed), groups, ROWS, device=packed.device)

@@ -26,16 +26,17 @@ symmetric and are never read back by `unpack`.
 
     weight        uint8 [NB, block_bytes]   NB = ceil(N / 16)
     weight_scale  fp32 or fp16 [NB, G, 16]  G = ceil(K / group), 1 for group -1; padding rows 0
-                  "double": uint8 [NB, ceil(G / 16) * 8 + G * 16], see `double_scales`
+                  "double": uint8 [NB, ceil(G / 16) * 8 + G * 16], see `double_scales`, also for
+                  which groups become zero
     weight_zero   uint8 [NB, G, 16] or None
 
-The arithmetic of a product belongs to the layout as well (`act`). "chunk": activations are quantized per
-token in chunks (`chunks`), symmetric, one fp32 scale a chunk: `act_bits` 8 in chunks of 32 with scale max|x|
-/ 127, or 16 in chunks of 64 with scale max|x| / 16256 and the code split into two int8 planes, code = 128 *
-high + low, -64 <= low <= 63. Each chunk's int32 dot is exact and is added in fp32 in chunk order. Blocking
-over tokens, rows or threads cannot change a bit of it. 16 bits cost nothing where reading the weights is the
-limit and twice the products where it is not: they are for the few inputs with outliers (queries, keys, values
-and the head; see kernels/README.md for the figures).
+The arithmetic of a product belongs to the layout as well (`act`). "chunk": on GPUs activations stay as they
+are; on CPUs they are quantized per token in chunks (`chunks`), symmetric, one fp32 scale a chunk: `act_bits`
+8 in chunks of 32 with scale max|x| / 127, or 16 in chunks of 64 with scale max|x| / 16256 and the code split
+into two int8 planes, code = 128 * high + low, -64 <= low <= 63. Each chunk's int32 dot is exact and is added
+in fp32 in chunk order. Blocking over tokens, rows or threads cannot change a bit of it. 16 bits cost nothing
+where reading the weights is the limit and twice the products where it is not: they are for the few inputs
+with outliers (queries, keys, values and the head; see kernels/README.md for the figures).
 
 "token", for 8 bits and one group a row: one scale a token, and on every device. Beside `int` max|x| / 127, or
 `act_scale` where that is not 0, int8 codes and one exact int32 dot over K, times the product of both scales.
@@ -72,7 +73,7 @@ class Layout:
         group: input elements a scale, -1 for one group per output row.
         symmetric: no zero points.
         scale_dtype: "fp32", "fp16" or "double" (8 bits themselves, with fp32 scales of their own).
-        act_bits: 8 or 16, of the activations on CPUs.
+        act_bits: 8 or 16, of activations in chunks, on CPUs.
         code: "int", "nf4", "e4m3" or "e5m2".
         act: "chunk" or "token", whatever shares a scale of the activations.
         act_scale: that scale, of all tokens; 0: each token's own.

@@ -88,12 +88,23 @@ def test_scales_survive_to_half_a_step_whatever_their_spread():
     assert double_scales.unpack(double_scales.pack(rows[:, :0])).shape == (3, 0, 16)
 
 
-def test_zeros_stay_zeros_and_the_smallest_group_beside_a_large_one_too():
+def test_zeros_stay_zeros_and_a_small_group_vanishes_beside_a_group_of_zeros_and_a_large_one():
+    """With a tile's least scale 0, scales below max / 510 are rounded to it."""
     weight = torch.zeros(20, 128)
     assert not packed(weight).dequantize().any()
-    weight[3, 70], weight[4, 5] = 5.0, -1e-6
+    weight[3, 70], weight[4, 5], weight[5, 5] = 5.0, -5 / 515, -5 / 505
+    weight[17, 5] = -1e-6  # in a tile of its own
     back = packed(weight).dequantize()
     assert not back[weight == 0].any() and torch.allclose(back[3, 70], torch.tensor(5.0))
+    assert back[4, 5] == 0 and back[5, 5] == pytest.approx(-5 / 505, rel=0.1)
+    assert torch.allclose(back[17, 5], torch.tensor(-1e-6))
+
+
+def test_no_group_vanishes_in_a_tile_without_a_group_of_zeros():
+    weight = torch.full((16, 128), 1e-6)
+    weight[3, 70] = 5.0
+    back = packed(weight).dequantize()
+    assert torch.allclose(back[4], weight[4]) and torch.allclose(back[3, 70], torch.tensor(5.0))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -12,8 +12,8 @@
 
 enum HfaDtype { HFA_F32 = 0, HFA_BF16 = 1, HFA_F16 = 2, HFA_DOUBLE = 3 };  // the last: of scales, double_scales.py
 
-// kind: HFA_PACKED is a layout of layouts.py (activations become int8); the others are row-major [n, k] matrices read
-// in place, times fp32 activations.
+// kind: HFA_PACKED is a layout of layouts.py (activations become int8, in one or two planes, or beside float8 floats
+// that e4m3 holds); the others are row-major [n, k] matrices read in place, times fp32 activations.
 enum HfaKind { HFA_PACKED = 0, HFA_PLAIN_F32 = 1, HFA_PLAIN_BF16 = 2, HFA_PLAIN_F16 = 3 };
 
 // What a packed code stands for (codebook.py).
