@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import hfaccel
 from hfaccel.anatomy import anatomy
 from hfaccel.quant.head import Head
 from hfaccel.quant.hqq import HQQ
-from hfaccel.quant.sensitivity import Replay, rounded, sensitivities
+from hfaccel.quant.sensitivity import ROWS, Replay, rounded, sensitivities
 from hfaccel.recipe import PatchConfig
 from hfaccel.sites import Plan
 from tiny import ids, tiny
@@ -74,6 +76,31 @@ def test_earlier_blocks_do_not_run(monkeypatch):
         calls.clear()
         assert replay.divergence(2) == pytest.approx(0, abs=1e-6)
     assert calls == [0, 1, 2, 12, 3, 13]  # 0 and 1 give what was recorded
+
+
+@torch.no_grad()
+def test_beside_the_distribution_only_few_rows_of_logits_are_held(monkeypatch):
+    model = tiny("llama")
+    logits = model(input_ids=WINDOWS).logits.flatten(0, 1)
+    made = []
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            made.extend(t.untyped_storage() for t in tree_leaves(out) if isinstance(t, torch.Tensor))
+            return out
+
+    with Replay(model, anatomy(model), WINDOWS) as replay:
+        monkeypatch.setattr(replay, "_forward", lambda: logits + 0)
+        for step in (replay.record, lambda: replay.divergence(0)):
+            made.clear()
+            with Made():
+                step()
+            wide = {storage.data_ptr() for storage in made if storage.nbytes() > ROWS * logits[0].nbytes}
+            wide -= {replay.probabilities.untyped_storage().data_ptr()}
+            assert len(made) > 10 and len(wide) <= 1  # the logits themselves
+        assert torch.allclose(replay.probabilities, logits.softmax(-1), atol=1e-6)
+        assert len(logits) > 2 * ROWS and replay.divergence(0) == pytest.approx(0, abs=1e-6)
 
 
 @torch.no_grad()
