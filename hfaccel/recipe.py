@@ -1,6 +1,7 @@
 """Recipes: the text, list and dict forms of what to do to a model.
 
     recipe = step ("+" step)*          step = name[bits] ("-" option)*
+    recipe = path of a file that ends with .json and holds the dict form
 
 `PatchConfig` is the ordered, validated list of transforms behind all three. `runtime` is the empty list:
 nothing is changed but the way `generate` runs. `auto` is no list but a question, which `patch` answers; so is
@@ -9,10 +10,12 @@ a budget, `auto@4.5bpw` (`quant/search.py`).
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from hfaccel.errors import PatchError, UnknownName
@@ -64,7 +67,10 @@ class PatchConfig:
 
     @classmethod
     def from_recipe(cls, recipe: str) -> PatchConfig:
-        """Parse a recipe. Raises: UnknownName for an unknown step or option, listing the known ones."""
+        """Parse a recipe, or read the file that it names. Raises: UnknownName for an unknown step or option,
+        listing the known ones; PatchError for a file that holds no config."""
+        if recipe.endswith(".json"):
+            return cls._from_file(Path(recipe))
         steps = [step.strip() for step in recipe.split("+")]
         if steps == [EMPTY]:
             return cls()
@@ -76,6 +82,16 @@ class PatchConfig:
         if EMPTY in steps:
             raise PatchError(f"recipe {recipe!r}: {EMPTY!r} means no other step and stands alone")
         return cls(tuple(map(_parse_step, steps)))
+
+    @classmethod
+    def _from_file(cls, path: Path) -> PatchConfig:
+        try:
+            data = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise PatchError(f"recipe {str(path)!r}: {error}") from None
+        if not isinstance(data, dict):
+            raise PatchError(f"recipe {str(path)!r}: a config dict is {{'transforms': [...]}}")
+        return cls.from_dict(data)
 
     def to_recipe(self) -> str:
         """The recipe string; parsing it gives an equal config.

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import hfaccel
 from hfaccel import AWQ, FP8, GPTQ, HQQ, NF4, RTN, Head, KVCache, PatchConfig, PatchError, SmoothQuant
+from hfaccel.commands.terminal import recipe_names
 from hfaccel.errors import UnknownName
 from hfaccel.recipe import AUTO, recipe_table
 from hfaccel.registry import TRANSFORMS, all_transforms
@@ -77,6 +78,23 @@ def test_the_dict_form_survives_json(config, targets, ignore):
     config = PatchConfig(tuple(changed))
     assert PatchConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert PatchConfig.of(config.to_dict()) == config
+
+
+def test_a_file_of_the_dict_form_is_a_recipe(tmp_path):
+    config = PatchConfig((GPTQ(bits=3, targets="**.q_proj"), GPTQ(bits=4, targets="**.up_proj"), KVCache()))
+    path = tmp_path / "choice.json"
+    path.write_text(json.dumps(config.to_dict()))
+    assert PatchConfig.of(str(path)) == config and recipe_names(f"int4,{path}") == ["int4", str(path)]
+    for text, message in (
+        ("[1]", "a config dict is"),
+        ("{", "choice.json': Expecting"),
+        ('{"transforms": [{"name": "itn"}]}', "unknown transform 'itn'"),
+    ):
+        path.write_text(text)
+        with pytest.raises(PatchError, match=message):
+            PatchConfig.of(str(path))
+    with pytest.raises(PatchError, match="nowhere.json': .*No such file"):
+        PatchConfig.of("nowhere.json")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from hfaccel.commands.terminal import AsJson, print_table, recipe_names, say
+from hfaccel.commands.terminal import AsJson, PeerPython, peer_pythons, print_table, recipe_names, say
 
 
 def bench(
@@ -22,9 +22,7 @@ def bench(
         str,
         typer.Option(help="hf, llama.cpp, openvino, vllm, torchao, each with :variant, separated by commas."),
     ] = "hf",
-    peer_python: Annotated[
-        list[str] | None, typer.Option(help="NAME=PATH of the python that has the peer.")
-    ] = None,
+    peer_python: PeerPython = None,
     prompt: Annotated[int, typer.Option(min=1, help="Prompt tokens.")] = 128,
     new: Annotated[int, typer.Option(min=2, help="New tokens.")] = 64,
     batch: Annotated[int, typer.Option(min=1)] = 1,
@@ -52,9 +50,7 @@ def bench(
         return print(profile_step(model, ours[0], prompt_tokens=prompt, batch=batch, threads=threads))
     if context is not None:
         return _bench_context(model, ours[0], context, rounds, threads, off_grid, as_json)
-    if odd := [pair for pair in peer_python or [] if "=" not in pair]:
-        raise typer.BadParameter(f"--peer-python {odd[0]!r} is not NAME=PATH")
-    pythons = dict(pair.split("=", 1) for pair in peer_python or [])
+    pythons = peer_pythons(peer_python)
     result = benches.bench(
         model,
         ours,

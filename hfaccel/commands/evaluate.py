@@ -8,7 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
-from hfaccel.commands.terminal import AsJson, Model, OffGrid, print_table, recipe_names, say
+from hfaccel.commands.terminal import (
+    AsJson,
+    Model,
+    OffGrid,
+    PeerPython,
+    peer_pythons,
+    print_table,
+    recipe_names,
+    say,
+)
 
 
 def _four(value: float) -> str:
@@ -48,9 +57,7 @@ def evaluate(
             help="Other tools: hf, llama.cpp, torchao, gptqmodel, each with :variant, separated by commas."
         ),
     ] = "",
-    peer_python: Annotated[
-        list[str] | None, typer.Option(help="NAME=PATH of the python that has the peer.")
-    ] = None,
+    peer_python: PeerPython = None,
     windows: Annotated[int, typer.Option(min=0, help="Windows of 1,024 tokens; 0: no perplexity.")] = 40,
     data: Annotated[
         str, typer.Option(help="wikitext2_test, wikitext2_valid, or a text file.")
@@ -91,8 +98,7 @@ def evaluate(
             raise typer.BadParameter("--png draws perplexity, of which --windows 0 measures none")
         check_writable(png)
         chart.require()
-    if odd := [pair for pair in peer_python or [] if "=" not in pair]:
-        raise typer.BadParameter(f"--peer-python {odd[0]!r} is not NAME=PATH")
+    pythons = peer_pythons(peer_python)
     settings = evaluation.Settings(
         off_grid=off_grid,
         data=data,
@@ -108,7 +114,7 @@ def evaluate(
         recipes,
         _names(against),
         settings,
-        peer_python=dict(pair.split("=", 1) for pair in peer_python or []),
+        peer_python=pythons,
         say=say,
     )
     if png is not None:

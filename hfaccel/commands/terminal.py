@@ -10,10 +10,22 @@ import typer
 MODEL_HELP = "A folder, a hub id, a .gguf file, or 'demo' (SmolLM2-135M-Instruct)."
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 Recipe = Annotated[
-    str, typer.Option(help="What to do, e.g. int4, int8+kv8; `hfaccel recipes` lists the steps.")
+    str,
+    typer.Option(
+        help="What to do, e.g. int4, int8+kv8 (`hfaccel recipes` lists the steps), or a config's .json file."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")]
 OffGrid = Annotated[bool, typer.Option(help="With 'demo': its twin whose weights lie on no rounding grid.")]
+
+PeerPython = Annotated[list[str] | None, typer.Option(help="NAME=PATH of the python that has the peer.")]
+
+
+def peer_pythons(pairs: list[str] | None) -> dict[str, str]:
+    """Name -> path of what `--peer-python` was given. Raises: typer.BadParameter."""
+    if odd := [pair for pair in pairs or [] if "=" not in pair]:
+        raise typer.BadParameter(f"--peer-python {odd[0]!r} is not NAME=PATH")
+    return dict(pair.split("=", 1) for pair in pairs or [])
 
 
 def print_table(rows: list[dict[str, Any]], columns: dict[str, tuple[str, Any]]) -> None:

@@ -14,6 +14,7 @@ Without measuring, sensitivities are those of a prior: the number of weights, ti
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
@@ -139,13 +140,14 @@ def search(
     config = _config(units, chosen, family, parts, budget)
     total = sum(unit.costs[width][0] for unit, width in zip(units, chosen, strict=True))
     log.warning(
-        "%s: %.3f bits a weight, %.1f MB of %.1f MB, expected KL %.3f: %s",
+        "%s: %.3f bits a weight, %.1f MB of %.1f MB, expected KL %.3f; to repeat it without measuring, "
+        "give as a dict, or in a .json file that is the recipe: %s",
         budget,
         8 * total / sum(unit.weights for unit in units),
         total / 1e6,
         limit / 1e6,
         sum(unit.costs[width][1] for unit, width in zip(units, chosen, strict=True)),
-        config.describe(),
+        json.dumps(config.to_dict()),
     )
     return config
 

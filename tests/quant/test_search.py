@@ -58,6 +58,18 @@ def test_bits_a_weight_are_kept_to_the_byte(family, bits, caplog):
     assert float(said[2]) == round((found.bytes + found.head_bytes) / 1e6, 1)
 
 
+def test_what_it_prints_is_applied_without_measuring(monkeypatch, tmp_path, caplog):
+    model = tiny("TL")
+    hfaccel.patch(model, "auto@5bpw+kv8")
+    path = tmp_path / "choice.json"
+    path.write_text(re.search(r"is the recipe: (.*)", caplog.text)[1])
+    monkeypatch.setattr(module, "sensitivities", None)
+    twin = hfaccel.patch(tiny("TL"), str(path))
+    assert twin._hfaccel.config == model._hfaccel.config
+    with torch.no_grad():
+        assert torch.equal(twin(ids(1, 9)).logits, model(ids(1, 9)).logits)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_bytes_are_those_of_the_whole_model(tied):
     model = tiny("TL", tie_word_embeddings=tied)
