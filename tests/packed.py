@@ -2,7 +2,7 @@
 
 import torch
 
-from hfaccel_kernels import layouts
+from hfaccel_kernels import activations, layouts
 from hfaccel_kernels.layouts import Layout
 
 LAYOUTS = [
@@ -55,7 +55,7 @@ def random_packed(layout: Layout, n: int, k: int) -> tuple:
 def oracle(x, weight, scale, zero, bias, layout: Layout, n: int, k: int) -> torch.Tensor:
     """Quantized activations times the dequantized weight in fp64, [M, N]."""
     w = layouts.dequantize(weight, scale, zero, layout, n, k).double()
-    codes, scales = layouts.quantize_activations(x.reshape(-1, k), layout)
+    codes, scales = activations.quantize_activations(x.reshape(-1, k), layout)
     y = torch.zeros(codes.shape[0], n, dtype=torch.float64)
     for c, (start, stop) in enumerate(layout.chunks(k)):
         y += (codes[:, start:stop].double() @ w[:, start:stop].t()) * scales[:, c : c + 1].double()

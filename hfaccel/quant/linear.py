@@ -87,8 +87,8 @@ class QuantLinear(_PackedMatrix, nn.Linear):
         packed: tensors of `layout.shapes(out_features, in_features)`.
         bias: [out_features] or None, kept as it is.
     Forward: x [..., in_features], any float dtype -> [..., out_features] of the same dtype. On CPUs
-        activations are quantized to int8 per token and chunk on the fly (`layouts.quantize_activations`); on
-        GPUs they are not, unless the layout says one scale a token.
+        activations are quantized on the fly as the layout says (`activations.quantize_activations`); on GPUs
+        they are not, unless it says one scale a token.
     """
 
     def __init__(

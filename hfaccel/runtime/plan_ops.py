@@ -105,7 +105,7 @@ class Norm(Op):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Quant(Op):
-    """Round rows to integers (layouts.quantize_activations); the buffer says for which matrices"""
+    """Round rows to integers (activations.quantize_activations); the buffer says for which matrices"""
 
     code: ClassVar[int] = 4
     x: int = reads(ROWS)

@@ -30,7 +30,8 @@ from hfaccel.runtime.plan_ops import (
     Rotary,
     Route,
 )
-from hfaccel_kernels.layouts import dequantize, gather_rows, quantize_activations
+from hfaccel_kernels.activations import quantize_activations
+from hfaccel_kernels.layouts import dequantize, gather_rows
 from hfaccel_kernels.paged import cache_write, paged_attention_reference
 
 _ACTS = {

@@ -4,10 +4,10 @@
     plain_linear   y = x W^T + bias,     W [N, K] fp32, bf16 or fp16, row-major
 
 Limits and accumulation, by what the layout says of activations (`Layout.act`); y is rounded once to the dtype
-of x. "chunk": on a CPU x becomes 8- or 16-bit integers per token and chunk (`layouts.quantize_activations`),
-dots of a chunk are exact int32 and are added in fp32 in chunk order; on CUDA the weight alone is quantized.
-"token": x is quantized on every device, to int8 with one exact int32 dot, or beside float8 weights to E4M3
-with sums in fp32. `plain_linear` multiplies and adds in
+of x. "chunk": on a CPU x becomes 8- or 16-bit integers per token and chunk
+(`activations.quantize_activations`), dots of a chunk are exact int32 and are added in fp32 in chunk order; on
+CUDA the weight alone is quantized. "token": x is quantized on every device, to int8 with one exact int32 dot,
+or beside float8 weights to E4M3 with sums in fp32. `plain_linear` multiplies and adds in
 fp32. Gradients of `qlinear` flow to x (through the dequantized weight, the rounding of x taken as the
 identity) and to bias; codes and scales have none. `plain_linear` is no torch operator: where gradients or a
 trace are wanted its reference, plain PyTorch, serves.
@@ -21,7 +21,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from . import dispatch, layouts, native, triton_support
+from . import activations, dispatch, layouts, native, triton_support
 from .layouts import Layout
 
 Tensor = torch.Tensor
@@ -118,7 +118,7 @@ def qlinear_reference(
     if quantize is None:
         quantize = x.device.type == "cpu" or layout.act == "token"
     if quantize:
-        codes, scales = layouts.quantize_activations(rows, layout)
+        codes, scales = activations.quantize_activations(rows, layout)
         lengths = torch.tensor([stop - start for start, stop in layout.chunks(k)], device=x.device)
         rows = codes * scales.repeat_interleave(lengths, 1, output_size=k)
     y = rows @ w.t()

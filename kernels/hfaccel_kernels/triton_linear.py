@@ -3,7 +3,7 @@
 W[n, k] = s[n, g] * (u[n, k] - z[n, g]) with u the unsigned code, z the zero point (2^(bits-1) when symmetric)
 and g the group of k. Codes are read as 32-bit words: word (step, line, r) of a 16-row block holds codes of
 row r, so that 16 neighbouring words are 64 contiguous bytes and a thread loads 16 bytes at a time. Both
-kernels walk the padded K axis of the layout, step by step; `_k_of` says which element of x belongs where.
+kernels walk the padded K axis of the layout, step by step; `k_of` says which element of x belongs where.
 
     M <= 4   `_gemv`: fp32 FMAs; a program has the 16 rows of one block and all of K, or a part of K when
              there are too few blocks to fill a GPU. A code is moved into the top mantissa bits of 2^bits,
@@ -14,7 +14,7 @@ kernels walk the padded K axis of the layout, step by step; `_k_of` says which e
              three tf32 products (error about 1e-6). M <= 16 splits K as `_gemv` does.
 
 NF4 codes are looked up in four words of levels, float8 is exact as fp16 words; neither has a zero point.
-Where the layout says one scale of x a token, `_round` makes codes of x first, the bits of the reference, and
+Where the layout says one scale of x a token, `triton_activations` makes codes of x first, and
 both kernels multiply codes. int8 x int8: the dot is exact, in int32, parts of a split K too, and is then
 multiplied by the product of both scales, as on CPUs. `_gemv` has fp32 FMAs there as well: a sum of 1,040
 products of 8-bit codes is below 2^24, so each of its sums is exact until it is turned into an int32. e4m3:
@@ -31,8 +31,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .codebook import NF4_LEVELS, TOP
-from .layouts import PEAK_FLOOR, ROWS, Layout
+from .layouts import ROWS, Layout
+from .triton_activations import quantize
+from .triton_codes import CODES, bits_of, k_of, scale_of, value_of, words
 from .triton_support import Config, capability, interpreting
 
 FILL = 128  # programs wanted before K is split: about one for each multiprocessor of a large GPU
@@ -68,133 +69,6 @@ GEMM = {
 }
 _DOT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 COMBINE = Config((512,), 4, 1)
-ROUND = Config((1024,), 4, 1)
-CODES = {"int": 0, "nf4": 1, "e4m3": 2, "e5m2": 3}
-
-
-def _word(levels: tuple[int, ...]) -> int:
-    return int.from_bytes(bytes(level & 255 for level in levels), "little", signed=True)
-
-
-_NF4_0 = tl.constexpr(_word(NF4_LEVELS[0:4]))
-_NF4_1 = tl.constexpr(_word(NF4_LEVELS[4:8]))
-_NF4_2 = tl.constexpr(_word(NF4_LEVELS[8:12]))
-_NF4_3 = tl.constexpr(_word(NF4_LEVELS[12:16]))
-
-
-@triton.jit
-def _k_of(place, K_STEP: tl.constexpr, GROUP: tl.constexpr, GROUP_STEPS: tl.constexpr, GAPS: tl.constexpr, k):
-    """Places on the padded K axis -> (elements of x, whether they exist)."""
-    if GAPS:
-        group = place // (GROUP_STEPS * K_STEP)
-        inside = place - group * (GROUP_STEPS * K_STEP)
-        at = group * GROUP + inside
-        return at, (inside < GROUP) & (at < k)
-    else:
-        return place, place < k
-
-
-@triton.jit
-def _words(base, first, last, COUNT: tl.constexpr, BITS: tl.constexpr, FLIP: tl.constexpr):
-    """Words of COUNT steps from step `first` on, 0 from `last` on: [..., COUNT * 16], of 3 bits three of
-    them.
-
-    base: pointers [..., 1] or a pointer, at step 0.
-    """
-    i = tl.arange(0, COUNT * 16)
-    good = first * 16 + i < last * 16
-    if BITS == 3:
-        at = (first * 48) + (i // 16) * 48 + i % 16
-        w0 = tl.load(base + at, mask=good, other=0)
-        w1 = tl.load(base + at + 16, mask=good, other=0)
-        w2 = tl.load(base + at + 32, mask=good, other=0)
-        return w0, w1, w2
-    else:
-        w0 = tl.load(base + first * 16 + i, mask=good, other=0)
-        if FLIP:
-            w0 = w0 ^ -2139062144  # 0x80 in each byte: signed to unsigned codes
-        return w0, w0, w0
-
-
-@triton.jit
-def _bits_of(w0, w1, w2, BITS: tl.constexpr, TOP: tl.constexpr):
-    """Words [..., 1] -> their codes [..., codes a step], in bits TOP - BITS .. TOP - 1 of a clean int32."""
-    CODES: tl.constexpr = 32 // BITS if BITS != 3 else 32
-    e = tl.arange(0, CODES)
-    i = e % 4
-    q = e // 4
-    LOW: tl.constexpr = TOP - BITS
-    if BITS == 3:
-        to = 8 * i + 2 * (q % 4) - LOW
-        word = tl.where(q < 4, w0, w1)
-        low = ((word >> tl.maximum(to, 0)) << tl.maximum(-to, 0)) & (3 << LOW)
-        to = 8 * i + q - (LOW + 2)
-        return low | (((w2 >> tl.maximum(to, 0)) << tl.maximum(-to, 0)) & (4 << LOW))
-    else:
-        to = 8 * i + (BITS % 8) * q - LOW
-        return ((w0 >> tl.maximum(to, 0)) << tl.maximum(-to, 0)) & (((1 << BITS) - 1) << LOW)
-
-
-@triton.jit
-def _value_of(code, CODE: tl.constexpr):
-    """fp32 values of codes in a clean int32: NF4 levels as integers, or float8."""
-    if CODE == 1:
-        low = tl.where(code < 4, _NF4_0, _NF4_1)
-        high = tl.where(code < 12, _NF4_2, _NF4_3)
-        return ((tl.where(code < 8, low, high) << (24 - 8 * (code & 3))) >> 24).to(tl.float32)
-    elif CODE == 2:  # as fp16, 2^-8 times the value: subnormals too
-        half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
-        return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    else:
-        return (code << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _scale_of(scale, heads, block, group, lane, live, groups, DOUBLE: tl.constexpr):
-    """fp32 scales of (block, group, lane), which broadcast; 0 where not live. DOUBLE: double_scales.py, with
-    `heads` the same bytes as fp32."""
-    if DOUBLE:
-        tile = block.to(tl.int64) * ((groups + 15) // 16 * 8 + groups * 16) + group // 16 * 264
-        step = tl.load(heads + tile // 4, mask=live, other=0.0)
-        least = tl.load(heads + tile // 4 + 1, mask=live, other=0.0)
-        code = tl.load(scale + tile + 8 + group % 16 * 16 + lane, mask=live, other=0)
-        return code.to(tl.float32) * step + least
-    else:
-        at = block.to(tl.int64) * groups * 16 + group * 16 + lane
-        return tl.load(scale + at, mask=live, other=0.0).to(tl.float32)
-
-
-@triton.jit(do_not_specialize=["k"])
-def _round(
-    x, out, scale, k, stride_x, stride_out, fixed,
-    TOP: tl.constexpr, FLOAT: tl.constexpr, STATIC: tl.constexpr, FLOOR: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One row of x as codes: layouts.quantize_activations bit for bit. out int8, or with FLOAT bf16."""
-    row = tl.program_id(0).to(tl.int64)
-    most = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, k, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        v = tl.load(x + row * stride_x + at, mask=at < k, other=0.0).to(tl.float32)
-        most = tl.maximum(most, v.to(tl.int32, bitcast=True) & 0x7FFFFFFF)  # above infinity is what is NaN
-    bits = tl.max(most, axis=0)
-    peak = bits.to(tl.float32, bitcast=True)
-    if STATIC:
-        inverse = tl.div_rn(1.0, fixed)
-        tl.store(scale + row, tl.where(bits < 0x7F800000, fixed, float("nan")))
-    else:
-        inverse = tl.where(peak > FLOOR, tl.div_rn(1.0, peak) * TOP, 0.0)
-        tl.store(scale + row, tl.div_rn(peak, TOP))
-    for start in range(0, k, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        v = tl.load(x + row * stride_x + at, mask=at < k, other=0.0).to(tl.float32) * inverse
-        v = tl.minimum(tl.maximum(v, -TOP), TOP)
-        if FLOAT:  # half to even at the last of e4m3's bits: that of the sum
-            binade = (v.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-            magic = tl.maximum(binade, 0.015625) * 1572864.0
-        else:
-            magic = 12582912.0
-        v = (v + magic) - magic
-        tl.store(out + row * stride_out + at, v.to(out.dtype.element_ty), mask=at < k)
 
 
 @triton.jit(do_not_specialize=["m", "steps", "part_steps"])
@@ -226,13 +100,13 @@ def _gemv(
     for at in tl.range(first, last, STEPS, num_stages=STAGES):
         # The words are loaded last: Triton then gives the products their layout, and reshapes cost nothing.
         place = at * K_STEP + tl.arange(0, STEPS * K_STEP)
-        element, good = _k_of(place, K_STEP, GROUP, GROUP_STEPS, GAPS, k)
+        element, good = k_of(place, K_STEP, GROUP, GROUP_STEPS, GAPS, k)
         good = good & (place < last * K_STEP)
         xs = tl.load(x + rows * stride_x + element[None, :], mask=kept & good[None, :], other=0.0)
         if GROUP != 0:
             group = (at // UNIT + tl.arange(0, UNITS)) // (GROUP_STEPS // UNIT)
             live = (group < groups)[:, None]
-            s = _scale_of(scale, heads, block, group[:, None], lane[None, :], live, groups, DOUBLE)
+            s = scale_of(scale, heads, block, group[:, None], lane[None, :], live, groups, DOUBLE)
             s = tl.reshape(s, (1, UNITS, 1, 16))
             if HAS_ZERO:
                 z = tl.load(zero + side + group[:, None] * 16, mask=live, other=0)
@@ -240,7 +114,7 @@ def _gemv(
                 z += 1 << BITS
             else:
                 z = (1 << BITS) + (1 << (BITS - 1))
-        w0, w1, w2 = _words(
+        w0, w1, w2 = words(
             weight + block.to(tl.int64) * stride_w, at, last, STEPS, BITS, BITS == 8 and CODE == 0
         )
         w0 = tl.reshape(w0, (1, UNITS, UNIT, 16, 1))
@@ -248,11 +122,11 @@ def _gemv(
         w2 = tl.reshape(w2, (1, UNITS, UNIT, 16, 1))
         xs = tl.reshape(xs, (M, UNITS, UNIT, 1, K_STEP)).to(tl.float32)
         if CODE == 0:
-            w = (_bits_of(w0, w1, w2, BITS, 23) | ((127 + BITS) << 23)).to(tl.float32, bitcast=True)
+            w = (bits_of(w0, w1, w2, BITS, 23) | ((127 + BITS) << 23)).to(tl.float32, bitcast=True)
             if EXACT:  # four products a turn: 260 turns, 133,120 elements of K, stay below 2^24
                 w -= 384.0
         else:
-            w = _value_of(_bits_of(w0, w1, w2, BITS, BITS), CODE)
+            w = value_of(bits_of(w0, w1, w2, BITS, BITS), CODE)
         part = tl.sum(w * xs, axis=4)
         x_part = tl.sum(xs, axis=4)
         if GROUP == 0:
@@ -274,7 +148,7 @@ def _gemv(
             x_sum = tl.sum(tl.reshape(x_total, (M, STEPS)), axis=1)
             y -= z * x_sum[:, None]
         here = block + 0 * lane[None, :]  # as wide as the mask
-        s = _scale_of(scale, heads, here, 0, lane[None, :], here >= 0, groups, DOUBLE)
+        s = scale_of(scale, heads, here, 0, lane[None, :], here >= 0, groups, DOUBLE)
         if TOKEN:
             s = s * tl.load(x_scale + rows, mask=kept, other=0.0)
         y = y.to(tl.float32) * s
@@ -328,13 +202,13 @@ def _gemm(
     acc = tl.zeros((BM, BN), tl.int32 if DOT == tl.int8 else tl.float32)
     for at in tl.range(first, last, STEPS, num_stages=STAGES):
         place = at * K_STEP + tl.arange(0, BK)
-        element, good = _k_of(place, K_STEP, GROUP, GROUP_STEPS, GAPS, k)
+        element, good = k_of(place, K_STEP, GROUP, GROUP_STEPS, GAPS, k)
         good = good & (place < last * K_STEP)
         xs = tl.load(x_rows + element[None, :], mask=(rows < m)[:, None] & good[None, :], other=0.0)
         if GROUP != 0:
             group = (at // UNIT + tl.arange(0, UNITS)) // (GROUP_STEPS // UNIT)
             live = (group < groups)[None, :, None]
-            s = _scale_of(
+            s = scale_of(
                 scale,
                 heads,
                 held[:, None, None],
@@ -348,17 +222,17 @@ def _gemm(
             if HAS_ZERO:
                 zs = tl.load(zero + side + group[None, :, None] * 16, mask=live, other=0).to(tl.float32)
                 z = tl.reshape(zs, (BLOCKS, UNITS, 1, 16, 1))
-        w0, w1, w2 = _words(w_blocks, at, last, STEPS, BITS, BITS == 8 and CODE == 0 and not EXACT)
+        w0, w1, w2 = words(w_blocks, at, last, STEPS, BITS, BITS == 8 and CODE == 0 and not EXACT)
         w0 = tl.reshape(w0, (BLOCKS, UNITS, UNIT, 16, 1))
         w1 = tl.reshape(w1, (BLOCKS, UNITS, UNIT, 16, 1))
         w2 = tl.reshape(w2, (BLOCKS, UNITS, UNIT, 16, 1))
-        code = _bits_of(w0, w1, w2, BITS, BITS)
+        code = bits_of(w0, w1, w2, BITS, BITS)
         if DOT == tl.int8:
             w = code.to(tl.int8)
         elif DOT == tl.float8e4nv:
             w = code.to(tl.int8).to(tl.float8e4nv, bitcast=True)
         elif CODE != 0:
-            w = _value_of(code, CODE)
+            w = value_of(code, CODE)
         else:  # 2^23 + u is the float whose mantissa is u: its difference to 2^23 + z is exact.
             w = (code | 0x4B000000).to(tl.float32, bitcast=True) - (z + 8388608.0)
         if GROUP != 0:
@@ -373,7 +247,7 @@ def _gemm(
             acc = tl.dot(xs.to(DOT), w, acc, input_precision="tf32x3" if DOT == tl.float32 else None)
     column = tile_n * BN + tl.arange(0, BN)
     if GROUP == 0 and not (EXACT and PART):
-        s = _scale_of(scale, heads, column // 16, 0, column % 16, column < blocks * 16, groups, DOUBLE)
+        s = scale_of(scale, heads, column // 16, 0, column % 16, column < blocks * 16, groups, DOUBLE)
         s = s[None, :]
         if TOKEN:
             s = s * tl.load(x_scale + rows, mask=rows < m, other=0.0)[:, None]
@@ -405,7 +279,7 @@ def _combine(
         total += tl.load(at, mask=here, other=0)
         at += stride_part
     if EXACT:
-        s = _scale_of(scale, heads, column // 16, 0, column % 16, here, 1, DOUBLE)
+        s = scale_of(scale, heads, column // 16, 0, column % 16, here, 1, DOUBLE)
         total = total.to(tl.float32) * (s * tl.load(x_scale + row))
     if HAS_BIAS:
         total += tl.load(bias + column, mask=here, other=0.0).to(tl.float32)
@@ -461,21 +335,6 @@ def linear(
             rows, x_scale = quantize(rows, layout)
         _launch(rows, x_scale, weight.view(torch.int32), scale, zero, bias, layout, out)
     return out.view(*x.shape[:-1], n)
-
-
-def quantize(x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """`layouts.quantize_activations` of x [M, K] where a scale belongs to a token: codes [M, K], int8 or
-    bf16, and scales fp32 [M]."""
-    m, k = x.shape
-    codes = torch.empty(m, k, dtype=torch.bfloat16 if layout.is_float else torch.int8, device=x.device)
-    scale = torch.empty(m, dtype=torch.float32, device=x.device)
-    (block,) = ROUND.tile
-    _round[(m,)](
-        x, codes, scale, k, x.stride(0), codes.stride(0), layout.act_scale,
-        TOP=TOP["e4m3"] if layout.is_float else 127.0, FLOAT=layout.is_float, STATIC=layout.static,
-        FLOOR=PEAK_FLOOR, BLOCK=block, num_warps=ROUND.num_warps, enable_fp_fusion=False,
-    )  # fmt: skip
-    return codes, scale
 
 
 def _dot(x: torch.Tensor, layout: Layout) -> tl.dtype:

@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 
-from hfaccel_kernels import layouts, native
+from hfaccel_kernels import activations, layouts, native
 from hfaccel_kernels.layouts import Layout
 from packed import LAYOUTS, SHAPES, name, oracle, random_packed
 
@@ -89,7 +89,7 @@ def test_activation_codes_are_the_reference_bit_for_bit(isa, x_dtype, group, act
     x[3, 64:128] = 1e-38
     w = describe(layout, 16, k, *random_packed(layout, 16, k))
     acts, _kept = quantized(w, x, isa, threads=3)
-    codes, scales = layouts.quantize_activations(x, layout)
+    codes, scales = activations.quantize_activations(x, layout)
     assert torch.equal(view(acts.scales, m * acts.lds, torch.float32).view(m, -1), scales)
     planes = [view(acts.codes, m * acts.ldq, torch.int8).view(m, -1).int()]
     if act_bits == 16:
@@ -120,7 +120,7 @@ def test_codes_of_a_token_are_the_reference_bit_for_bit(isa, x_dtype, layout):
     x = x.to(x_dtype)
     w = describe(layout, 16, k, *random_packed(layout, 16, k))
     acts, _kept = quantized(w, x, isa, threads=2)
-    codes, scales = layouts.quantize_activations(x, layout)
+    codes, scales = activations.quantize_activations(x, layout)
     assert torch.equal(view(acts.scales, m, torch.float32).nan_to_num(), scales[:, 0].nan_to_num())
     if layout.is_float:
         rows = view(acts.codes, m * acts.ldq // 4, torch.float32).view(m, -1)

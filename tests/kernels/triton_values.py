@@ -12,14 +12,14 @@ import os
 import pytest
 import torch
 
-from hfaccel_kernels import paged, triton_linear, triton_paged
+from hfaccel_kernels import paged, triton_activations, triton_linear, triton_paged
+from hfaccel_kernels.activations import quantize_activations
 from hfaccel_kernels.layouts import (
     Layout,
     dequantize,
     pack_codes,
     pack_rows,
     pack_scales,
-    quantize_activations,
     unpack_scales,
 )
 
@@ -160,7 +160,7 @@ def test_linear_of_other_codes(case):
     if layout.act == "token":
         rounded, by = quantize_activations(x, layout)
         seen = rounded.double() * by.double()
-        mine, mine_by = triton_linear.quantize(x.to(DEVICE), layout)
+        mine, mine_by = triton_activations.quantize(x.to(DEVICE), layout)
         assert torch.equal(mine.float().cpu(), rounded.float()) and torch.equal(mine_by.cpu(), by[:, 0])
     want = seen @ w.T + bias.double()
     reach = w.abs() if layout.symmetric else w.abs() + 32 * 0.03
@@ -208,7 +208,7 @@ def test_what_is_not_finite_poisons_its_token_alone(layout):
     x = torch.randn(4, 40)
     x[1, 3], x[2, 30] = float("nan"), float("-inf")
     x[3] = 0
-    _, scale = triton_linear.quantize(x.to(DEVICE), layout)
+    _, scale = triton_activations.quantize(x.to(DEVICE), layout)
     assert scale.isfinite().tolist() == [True, False, False, True]
 
 

@@ -1,4 +1,4 @@
-// Codes of activations, symmetric, one scale a chunk of a token's K or a token; layouts.quantize_activations bit for
+// Codes of activations, symmetric, one scale a chunk of a token's K or a token; activations.quantize_activations bit for
 // bit.
 //   integers   peak = max|x|, scale = peak / top, code = round half to even of x * (1 / peak * top); top = 127 or 16256
 //   static     scale as given, code = round half to even of x * (1 / scale), between -127 and 127
