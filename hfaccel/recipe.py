@@ -199,10 +199,15 @@ def _parse_step(step: str) -> Transform:
     head, *options = step.split("-")
     for name in sorted(TRANSFORMS, key=len, reverse=True):
         if head.startswith(name):
-            return transform_class(name).parse(head[len(name) :], options)
+            try:
+                return transform_class(name).parse(head[len(name) :], options)
+            except UnknownName:
+                if head in (known.partition("-")[0] for known in known_steps()):
+                    raise  # of an option
+                break
     near = get_close_matches(head, known_steps(), 1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise UnknownName(f"unknown recipe step {step!r}{hint}; known are {', '.join(known_steps())}")
+    raise UnknownName(f"unknown recipe step {step!r}{hint}; known are {', '.join(known_steps())}") from None
 
 
 def known_steps() -> list[str]:
