@@ -205,6 +205,20 @@ def test_merge_and_unload():
     assert greedy.shape == (1, 9)
 
 
+@pytest.mark.parametrize("size, lost", [(0.01, True), (4.0, False)])
+def test_a_merge_that_rounding_swallows_warns(size, lost, recwarn):
+    """A change of a hundredth of a step is lost, one of several steps is not."""
+    model = adapted(hfaccel.patch(tiny("TL"), "int8"))
+    (layer, *_) = layers(model)
+    base = layer.get_base_layer()
+    step = float(steps(base).mean())
+    delta = layer.get_delta_weight("default")
+    layer.lora_B["default"].weight.data *= size * step / float(delta.abs().mean())
+    layer.merge()
+    found = [str(w.message) for w in recwarn if "survives rounding" in str(w.message)]
+    assert len(found) == lost
+
+
 def test_generate_sees_a_merge(monkeypatch):
     """A plan that was built before the merge is not run after it."""
     monkeypatch.setenv("HFACCEL_STRICT", "1")

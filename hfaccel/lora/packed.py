@@ -26,6 +26,7 @@ from hfaccel.quant.packing import pack_matrix
 from hfaccel.quant.rtn import round_to_nearest
 
 _WEIGHT_READERS = ("DoraLinearVariant", "DoraEmbeddingVariant", "KasaLinearVariant")
+KEPT = 0.5  # share of an adapter's change below which a merge warns
 # Ways to start an adapter without a look at the weight below it.
 _FREE_INITS = (True, False, None, "gaussian", "eva")
 
@@ -52,7 +53,8 @@ class _Merging:
             )
         base = self.get_base_layer()
         before = self._before or base.stored
-        merged, bias = base.dequantize(before), before.get("bias")
+        former, bias = base.dequantize(before), before.get("bias")
+        merged = former.clone()
         for name in [*(name for name in self.merged_adapters if name in self._matrices), *names]:
             merged += self._delta(name).to(merged)
             if self.lora_bias.get(name):
@@ -67,6 +69,7 @@ class _Merging:
         if bias is not None and bias is not before["bias"]:
             packed["bias"] = nn.Parameter(bias.detach(), requires_grad=before["bias"].requires_grad)
         base.store(before | packed)
+        _warn_of_loss(merged - former, base.dequantize(base.stored) - former)
         self._before = before
         self.merged_adapters.extend(names)
 
@@ -88,6 +91,17 @@ class _Merging:
     def resolve_lora_variant(self, *, config, **kwargs):
         refuse(config)
         return super().resolve_lora_variant(config=config, **kwargs)
+
+
+def _warn_of_loss(wanted: Tensor, done: Tensor) -> None:
+    """Say that a merge was rounded away: <done, wanted> / <wanted, wanted> is what is left of it."""
+    kept, whole = (done * wanted).sum(dtype=torch.float64), (wanted * wanted).sum(dtype=torch.float64)
+    if kept < KEPT * whole:
+        warnings.warn(
+            "merging into codes: less than half of the change to a matrix survives rounding, the steps of "
+            "the codes are too coarse for it; keep the adapter beside them, or merge before patching",
+            stacklevel=3,
+        )
 
 
 class PackedLinear(_Merging, Linear):
