@@ -6,8 +6,8 @@ and the median of the ratios within a round.
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import time
 
 import torch
@@ -42,7 +42,10 @@ def measure(recipe: str = "int8", rounds: int = ROUNDS) -> dict[str, float]:
 
 
 def main() -> None:
-    recipe = (sys.argv[1:] or ["int8"])[0]
+    about = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m hfaccel.measure.encoder", description=about)
+    parser.add_argument("recipe", nargs="?", default="int8", help="what bf16 is measured against (int8)")
+    recipe = parser.parse_args().recipe
     found = measure(recipe)
     rows = [("BERT-base, 8 x 128 tokens", "ms a forward")]
     rows += [(name, f"{found[name] * 1e3:.1f}") for name in ("bf16", recipe)]
