@@ -49,6 +49,14 @@ class Contender:
     samples: list[tuple[float, float]] = field(default_factory=list)  # (seconds to first token, in all)
     error: str | None = None
 
+    def start(self, worker: str, python: str | None, spec: dict[str, Any]) -> bool:
+        """Whether the process is there; a python that cannot be run ends the contender, not the bench."""
+        try:
+            self.process = start(worker, python, spec)
+        except OSError as error:
+            self.error = str(error)
+        return self.process is not None
+
     def ask(self, job: dict[str, Any] | None = None) -> dict[str, Any]:
         """Send a job (None: only listen) and read the reply; an error ends the contender, not the bench."""
         try:
@@ -62,6 +70,8 @@ class Contender:
             reply = {"error": str(error)}
         if "error" in reply:
             self.error = reply["error"]
+            if self.error.startswith("ModuleNotFoundError") and self.name.partition(" ")[0] in PEERS:
+                self.error += f"; --peer-python {self.name.partition(' ')[0]}=PATH of a python that has it"
             self.stop()
         return reply
 
@@ -135,7 +145,8 @@ def bench(
     try:
         for row, (worker, python, spec) in zip(rows, specs, strict=True):
             say(f"loading {row.name}")
-            row.process = start(worker, python, spec)
+            if not row.start(worker, python, spec):
+                continue
             row.info = row.ask().get("info", {})
             if row.process:
                 row.ask({"prompt": prompts[rounds], "new_tokens": min(4, new_tokens)})

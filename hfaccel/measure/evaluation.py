@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hfaccel.errors import PatchError, UnknownName
 from hfaccel.measure import artifacts, tasks
-from hfaccel.measure.bench import CALIBRATED, PEERS, Contender, parse_peer, start
+from hfaccel.measure.bench import CALIBRATED, PEERS, Contender, parse_peer
 from hfaccel.measure.corpus import text
 from hfaccel.measure.perplexity import Comparison, cut_windows, evaluating, logits_of
 from hfaccel.measure.rows import UNPATCHED, load
@@ -245,12 +245,8 @@ def _start(
     spec = {"folder": folder, "variant": variant, "threads": torch.get_num_threads(), "logits": True, **more}
     if name == "llama.cpp":
         spec["artifact"] = str(artifacts.gguf_file(model, variant, off_grid=off_grid))
-    try:
-        contender.process = start(PEERS[name][0], python, spec)
-    except OSError as error:  # no such python
-        contender.error = str(error)
-        return
-    contender.info = contender.ask().get("info", {})
+    if contender.start(PEERS[name][0], python, spec):
+        contender.info = contender.ask().get("info", {})
 
 
 def _peer(contender: Contender, place: Path, tokenizer: Any) -> Entry:
