@@ -61,12 +61,12 @@ def demo(
     demo model's own weights come from a 4-bit file, and a method that finds their grid looks lossless.
     """
     from hfaccel.demo import demo_folder
-    from hfaccel.measure.chart import bars
+    from hfaccel.measure import chart
     from hfaccel.measure.rows import UNPATCHED, Spec, measure_apart
-    from hfaccel.saving import check_writable
 
     names = recipe_names(recipes, *UNPATCHED)
-    check_writable(output)
+    if not as_json:
+        chart.check(output)
     demo_folder(off_grid=off_grid)
     rows = []
     for recipe in names:
@@ -99,7 +99,7 @@ def demo(
         "decode_tokens_s": "decode, tokens/s",
         "perplexity": f"perplexity, {windows} windows",
     }
-    print(f"chart: {bars(rows, shown, 'SmolLM2-135M-Instruct, measured in this run', output)}")
+    print(f"chart: {chart.bars(rows, shown, 'SmolLM2-135M-Instruct, measured in this run', output)}")
 
 
 @app.command()

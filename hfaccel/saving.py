@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -144,6 +145,10 @@ def check_writable(file: Path) -> None:
         raise PatchError(f"{file} cannot be written: {place} is a file")
     if not os.access(place, os.W_OK | os.X_OK):
         raise PatchError(f"{file} cannot be written: no permission to write in {place}")
+    try:  # who may write everywhere may not write into /proc
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise PatchError(f"{file} cannot be written: no file can be made in {place}") from error
 
 
 def _move_files(folder: Path, target: Path, variant: str | None) -> None:

@@ -44,6 +44,12 @@ def bench(
     from hfaccel.measure.rows import UNPATCHED
 
     ours = recipe_names(recipe, "auto", *UNPATCHED)
+    if output is not None:
+        from hfaccel.measure import chart
+        from hfaccel.saving import check_target
+
+        check_target(output)
+        chart.check(output / "bench.png")
     if profile:
         from hfaccel.measure.profile import profile_step
 
@@ -65,8 +71,6 @@ def bench(
         say=say,
     )
     if output is not None:
-        from hfaccel.measure.chart import bars
-
         output.mkdir(parents=True, exist_ok=True)
         (output / "bench.json").write_text(json.dumps(result, indent=1))
         shown = {"decode_tokens_s": "decode, tokens/s", "ttft_ms": "time to first token, ms"}
@@ -75,7 +79,7 @@ def bench(
             for row in result["rows"]
             if "ttft_s" in row
         ]
-        bars(
+        chart.bars(
             drawn,
             shown,
             f"{model}, batch {batch}, {prompt} in, {new} out, {result['cpu']}",

@@ -1,4 +1,4 @@
-"""Pictures of measured tables, as PNG."""
+"""Pictures of measured tables, as PNG or what else matplotlib writes."""
 
 from __future__ import annotations
 
@@ -77,6 +77,21 @@ def require() -> Any:
     except ImportError:
         raise PatchError("a chart needs matplotlib: pip install 'hfaccel[eval]'") from None
     return Figure
+
+
+def check(path: str | Path) -> None:
+    """Refuse, before anything is measured, a file that no picture can be written to. Raises: PatchError."""
+    from hfaccel.saving import check_writable
+
+    require()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    path, kinds = Path(path), FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds:
+        raise PatchError(f"{path}: a chart's file ends in .{', .'.join(sorted(kinds))}")
+    if path.is_dir():
+        raise PatchError(f"{path} is a folder, not a file to write a chart into")
+    check_writable(path)
 
 
 def _figure(**options: Any) -> Any:
