@@ -115,7 +115,7 @@ def patch(
     """Patch a model and save it; hfaccel.from_pretrained loads the folder."""
     import hfaccel
     from hfaccel.measure.corpus import text
-    from hfaccel.measure.rows import load
+    from hfaccel.measure.rows import load_model, tokenizer_beside
     from hfaccel.recipe import AUTO
     from hfaccel.saving import check_target
 
@@ -124,11 +124,12 @@ def patch(
     if Path(model).is_dir() and output.exists() and output.samefile(model):
         raise PatchError(f"{output} is MODEL itself, whose weights would be lost; give another folder")
     texts = None if calibration is None else [text(calibration)]
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = load_model(model), tokenizer_beside(model)
     start = time.perf_counter()
     hfaccel.patch(loaded, recipe, calibration=texts, tokenizer=tokenizer, keep_original=False)
     loaded.save_pretrained(output)
-    tokenizer.save_pretrained(output)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(output)
     made, seconds = hfaccel.report(loaded), time.perf_counter() - start
     if as_json:
         return print(json.dumps({"output": str(output), "seconds": seconds, **made.to_dict()}, indent=1))
@@ -193,11 +194,11 @@ def report(
 ) -> None:
     """Say what a patch changed: modules, bytes, kernels, what runs what, what was left alone and why."""
     import hfaccel
-    from hfaccel.measure.rows import load
+    from hfaccel.measure.rows import load_model, tokenizer_beside
 
-    loaded, tokenizer = load(model)
+    loaded = load_model(model)
     if recipe is not None:
-        hfaccel.patch(loaded, recipe, tokenizer=tokenizer, keep_original=False)
+        hfaccel.patch(loaded, recipe, tokenizer=tokenizer_beside(model), keep_original=False)
     made = hfaccel.report(loaded)
     print(json.dumps(made.to_dict(), indent=1) if as_json else made)
     if plan:

@@ -78,6 +78,21 @@ def test_generate_streams_text_and_repeats_with_a_seed(folder):
     assert run(*args).stdout == first.stdout
 
 
+def test_a_folder_without_a_tokenizer(tmp_path, monkeypatch, capsys):
+    """A report and most patches need none; what reads text says how to give it one."""
+    bare, out = str(tmp_path / "bare"), str(tmp_path / "out")
+    tiny("llama").save_pretrained(bare)
+    assert json.loads(run("patch", bare, "-o", out, "--json").stdout)["recipe"] == "int8"
+    assert json.loads(run("report", out, "--json").stdout)["recipe"] == "int8"
+    assert json.loads(run("report", bare, "--recipe", "int4", "--json").stdout)["recipe"] == "int4"
+    for args in (("generate", out, "The"), ("eval", out), ("bench", out)):
+        monkeypatch.setattr(sys, "argv", ["hfaccel", *args])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        wanted = f'hfaccel: {out} has no tokenizer: tokenizer.save_pretrained("{out}")\n'
+        assert ended.value.code == 1 and capsys.readouterr().err == wanted
+
+
 def command(*args: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "hfaccel.cli", *args], capture_output=True, text=True)
 

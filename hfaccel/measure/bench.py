@@ -26,6 +26,7 @@ from hfaccel.demo import cache_dir
 from hfaccel.errors import UnknownName
 from hfaccel.measure import artifacts
 from hfaccel.measure.corpus import text
+from hfaccel.measure.rows import load_tokenizer
 from hfaccel.measure.speed import prompt_ids
 
 PEERS = {  # name on the command line -> (worker module, variants, the default one)
@@ -111,13 +112,11 @@ def bench(
     say: Any = lambda message: None,
 ) -> dict[str, Any]:
     """Run all contenders: one JSON-ready dict of settings, bandwidth, rows and ratios to the first recipe."""
-    from transformers import AutoTokenizer
-
     peers = [parse_peer(name) for name in against]
     if untimed := [name for name, _ in peers if name in CALIBRATED]:
         raise UnknownName(f"{untimed[0]} is measured by `hfaccel eval`, not timed")
     folder = artifacts.folder(model, off_grid=off_grid)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(str(folder))
     # Another prompt each round: some tools keep the pages of a prompt that they have seen.
     rows_of_text = prompt_ids(tokenizer, text("wikitext2_test"), prompt_tokens, batch * (rounds + 1))
     prompts = rows_of_text.view(rounds + 1, batch, prompt_tokens).tolist()

@@ -9,11 +9,18 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from hfaccel.demo import demo_folder
 from hfaccel.errors import PatchError
 
 UNPATCHED = ("fp32", "bf16")  # rows of the model as it is
+TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "tekken.json", "*.model", "*.spm", "*.bpe")
+
+
+class NoTokenizer(PatchError):
+    """A folder that holds a model alone."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +44,42 @@ class Spec:
 
 
 def load(model: str, *, off_grid: bool = False, dtype: Any = "auto") -> tuple[Any, Any]:
-    """Model and tokenizer of a MODEL argument."""
-    from transformers import AutoTokenizer
+    """Model and tokenizer of a MODEL argument. Raises: NoTokenizer."""
+    return load_model(model, off_grid=off_grid, dtype=dtype), load_tokenizer(model, off_grid=off_grid)
 
+
+def load_model(model: str, *, off_grid: bool = False, dtype: Any = "auto") -> Any:
+    """The model of a MODEL argument, which need not have a tokenizer."""
     import hfaccel
 
     if model == "demo":
-        loaded, tokenizer = hfaccel.demo_model(off_grid=off_grid)
-        return (loaded if dtype == "auto" else loaded.to(dtype)), tokenizer
-    loaded = hfaccel.from_pretrained(model, dtype=dtype)
+        loaded, _ = hfaccel.demo_model(off_grid=off_grid)
+        return loaded if dtype == "auto" else loaded.to(dtype)
+    return hfaccel.from_pretrained(model, dtype=dtype)
+
+
+def load_tokenizer(model: str, *, off_grid: bool = False) -> Any:
+    """The tokenizer of a MODEL argument. Raises: NoTokenizer for a folder with no file of one."""
+    from transformers import AutoTokenizer
+
+    if model == "demo":
+        return AutoTokenizer.from_pretrained(demo_folder(off_grid=off_grid))
     if model.endswith(".gguf"):
         folder, _, file = model.rpartition("/")
-        return loaded, AutoTokenizer.from_pretrained(folder or ".", gguf_file=file)
-    return loaded, AutoTokenizer.from_pretrained(model)
+        return AutoTokenizer.from_pretrained(folder or ".", gguf_file=file)
+    if Path(model).is_dir() and not any(
+        path.match(kind) for path in Path(model).iterdir() for kind in TOKENIZER_FILES
+    ):
+        raise NoTokenizer(f"{model} has no tokenizer: tokenizer.save_pretrained({json.dumps(model)})")
+    return AutoTokenizer.from_pretrained(model)
+
+
+def tokenizer_beside(model: str) -> Any:
+    """The tokenizer of a MODEL argument, or None: most recipes need none."""
+    try:
+        return load_tokenizer(model)
+    except NoTokenizer:
+        return None
 
 
 def measure(spec: Spec) -> dict[str, Any]:
