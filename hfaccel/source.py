@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def from_pretrained(
         dtype: of what is not quantized; "auto" is the checkpoint's.
         device: where the model goes, packed; "cpu" unless said otherwise.
         hf_kwargs: for transformers' `from_pretrained`. A `quantization_config` of bitsandbytes is translated.
-    Raises: PatchError and its kinds; what transformers raises for names that do not exist.
+    Raises: PatchError and its kinds; OSError for a name that neither a folder nor the hub has.
     """
     if device is not None and hf_kwargs.get("device_map") is not None:
         raise PatchError(f"device={device!r} and device_map={hf_kwargs['device_map']!r}: one of them")
@@ -138,7 +139,13 @@ def _config(path: str, hub: dict[str, Any]) -> Any:
     except OSError as error:
         if Path(path).is_dir() and "valid JSON" in str(error):
             raise CheckpointError(f"{Path(path) / 'config.json'} is damaged: {error}") from error
-        raise
+        if Path(path).exists() or "gated repo" in str(error):
+            raise
+        near = " (did you mean 'demo'?)" if get_close_matches(path, ["demo"]) else ""
+        raise OSError(
+            f"no model {path!r}{near}: known are a folder, a hub id, a .gguf file and, to the command, "
+            f"'demo'; transformers says: {str(error).strip().partition(chr(10))[0]}"
+        ) from error
 
 
 def _model_class(config: Any, hf_kwargs: dict[str, Any]) -> Any:
