@@ -14,7 +14,7 @@ import typer
 
 from hfaccel.commands.bench import bench
 from hfaccel.commands.evaluate import evaluate
-from hfaccel.commands.terminal import AsJson, Model, OffGrid, Recipe, print_table, recipe_names, say
+from hfaccel.commands.terminal import AsJson, Model, OffGrid, Recipe, counted, print_table, recipe_names, say
 from hfaccel.errors import PatchError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -75,8 +75,9 @@ def demo(
     if as_json:
         return print(json.dumps(rows, indent=1))
     print(
-        f"SmolLM2-135M-Instruct{', off-grid twin' if off_grid else ''}, {rows[0]['threads']} threads, "
-        f"batch 1, 128 tokens in, 64 out; perplexity over {windows} windows of wikitext2_test "
+        f"SmolLM2-135M-Instruct{', off-grid twin' if off_grid else ''}, "
+        f"{counted(rows[0]['threads'], 'thread')}, batch 1, 128 tokens in, 64 out; "
+        f"perplexity over {counted(windows, 'window')} of wikitext2_test "
         "(the protocol has 40)"
     )
     columns = {
@@ -97,7 +98,7 @@ def demo(
         "weight_mb": "weights, MB",
         "ttft_ms": "time to first token, ms",
         "decode_tokens_s": "decode, tokens/s",
-        "perplexity": f"perplexity, {windows} windows",
+        "perplexity": f"perplexity, {counted(windows, 'window')}",
     }
     print(f"chart: {chart.bars(rows, shown, 'SmolLM2-135M-Instruct, measured in this run', output)}")
 

@@ -127,6 +127,11 @@ def test_exit_codes_and_one_line_errors(folder, tmp_path):
         (("demo", "--recipes", "int8", "-o", "{model}/config.json/chart.png"), 1, "is a file"),
         (("bench", "{model}", "--recipe", "int9"), 1, "int9"),
         (("bench", "{model}", "--peer-python", "python3"), 2, "NAME=PATH"),
+        (
+            ("patch", "dmeo", "-o", "{out}"),
+            1,
+            "no model 'dmeo' (did you mean 'demo'?): known are a folder, a",
+        ),
         (("bench", "{model}", "-o", "/proc/nope"), 1, "/proc/nope/config.json cannot be written"),
         (("patch", "{model}", "-o", "/proc/nope"), 1, "/proc/nope/config.json cannot be written"),
         (("eval", "{model}", "--png", "{out}.xyz"), 1, "out.xyz: a chart's file ends in ."),
@@ -202,7 +207,7 @@ def test_demo_measures_every_row(tmp_path, monkeypatch):
     assert all(value > 0 for value in (*ttft, *decode))
     assert ppl[0] == 10.96 and 11.5 < ppl[1] < 16
     assert agreement[0] == 1.0 and 0.6 < agreement[1] < 0.94
-    assert done.stdout.count("Gravity is") == 2 and "1 windows of wikitext2_test" in done.stdout
+    assert done.stdout.count("Gravity is") == 2 and "1 window of wikitext2_test" in done.stdout
     assert chart.read_bytes().startswith(b"\x89PNG\r\n") and f"chart: {chart}" in done.stdout
 
 

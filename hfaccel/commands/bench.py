@@ -10,7 +10,15 @@ from typing import Annotated
 
 import typer
 
-from hfaccel.commands.terminal import AsJson, PeerPython, peer_pythons, print_table, recipe_names, say
+from hfaccel.commands.terminal import (
+    AsJson,
+    PeerPython,
+    counted,
+    peer_pythons,
+    print_table,
+    recipe_names,
+    say,
+)
 
 
 def bench(
@@ -89,7 +97,8 @@ def bench(
         return print(json.dumps(result, indent=1))
     low, high = min(result["read_bandwidth_gb_s"]), max(result["read_bandwidth_gb_s"])
     print(
-        f"{model}, batch {batch}, {prompt} tokens in, {new} out, {threads} threads, {result['cpu']}; "
+        f"{model}, batch {batch}, {counted(prompt, 'token')} in, {new} out, "
+        f"{counted(threads, 'thread')}, {result['cpu']}; "
         f"read bandwidth {low:.1f} to {high:.1f} GB/s in this run; "
         f"ratios: {result['rows'][0]['name']} over the row"
     )
@@ -121,7 +130,7 @@ def _bench_context(
     if as_json:
         return print(json.dumps(result, indent=1))
     print(
-        f"{model}, {recipe}, batch 1, {threads} threads, {result['cpu']}; in this run "
+        f"{model}, {recipe}, batch 1, {counted(threads, 'thread')}, {result['cpu']}; in this run "
         f"{statistics.median(result['read_bandwidth_gb_s']):.1f} GB/s read, "
         f"{statistics.median(result['attention_gflop_s']):.0f} GFLOP/s of attention; "
         "model: time at the shortest context + pages / GB/s + FLOPs / rate"

@@ -13,6 +13,7 @@ from hfaccel.commands.terminal import (
     Model,
     OffGrid,
     PeerPython,
+    counted,
     peer_pythons,
     print_table,
     recipe_names,
@@ -144,4 +145,4 @@ def _names(text: str) -> tuple[str, ...]:
 def _measured_on(result: dict[str, Any]) -> str:
     if not result["windows"]:
         return "no perplexity"
-    return f"{result['windows']} windows of 1,024 tokens of {result['data']}"
+    return f"{counted(result['windows'], 'window')} of 1,024 tokens of {result['data']}"

@@ -59,6 +59,11 @@ def recipe_names(text: str, *others: str) -> list[str]:
     return names
 
 
+def counted(number: int, thing: str) -> str:
+    """ "1 thread", "2 threads"."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
 def say(message: str) -> None:
     """Progress on a terminal, nothing in a pipe."""
     if sys.stderr.isatty():

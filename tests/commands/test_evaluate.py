@@ -72,6 +72,7 @@ def test_a_table_and_a_picture(folder, data, tmp_path):
     printed = run(
         str(folder), "--data", str(data), "--windows", "1", "--recipe", "int8,int4", "--png", str(picture)
     )
+    assert "1 window of 1,024 tokens" in printed
     heading, *rows = [line.split() for line in printed.splitlines()[1:5]]
     assert heading[:1] == ["bits/weight"] and [row[0] for row in rows] == ["original", "int8", "int4"]
     assert len(rows[1]) == len(rows[2]) == 10
