@@ -48,7 +48,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 
@@ -75,6 +75,7 @@ class Layout:
         code: "int", "nf4", "e4m3" or "e5m2".
         act: "chunk" or "token", whatever shares a scale of the activations.
         act_scale: that scale, of all tokens; 0: each token's own.
+        text: all this as the operators take it; `Layout.parse` reads it back.
     """
 
     bits: int
@@ -118,6 +119,8 @@ class Layout:
             raise ValueError(
                 f"act_scale={self.act_scale!r}: a positive fp32 number, with int and act='token'"
             )
+        # Not a cached property: torch.compile cannot trace the lock that Python 3.11 takes in one.
+        object.__setattr__(self, "text", json.dumps(self.to_dict()))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -196,11 +199,6 @@ class Layout:
 
     def to_dict(self) -> dict:
         return asdict(self)
-
-    @cached_property
-    def text(self) -> str:
-        """The layout as the operators take it; `Layout.parse` reads it back."""
-        return json.dumps(self.to_dict())
 
     @staticmethod
     @lru_cache(maxsize=4096)
