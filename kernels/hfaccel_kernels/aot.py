@@ -9,6 +9,7 @@ word, as it does one that wants more shared memory than a multiprocessor has.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import re
@@ -16,6 +17,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -76,14 +78,21 @@ def compiling(capability: int) -> Iterator[list[Launch]]:
     launches: list[Launch] = []
     active, run, forced = driver._active, JITFunction.run, os.environ.get("HFACCEL_BACKEND")
     line_info = triton.knobs.compilation.disable_line_info
+    parse, one_at_a_time = ast.parse, threading.Lock()
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         constants = {name: value for name, value in kwargs.items() if not isinstance(value, torch.Tensor)}
         launches.append(Launch(self.fn.__module__, self.fn.__name__, capability, constants, kernel))
 
+    def parse_alone(*args, **kwargs):
+        with one_at_a_time:
+            return parse(*args, **kwargs)
+
     driver.set_active(_Driver(capability))
     JITFunction.run = compile_only
+    # Python 3.11 counts the depth of the trees that threads build in one place (gh-106905): SystemError
+    ast.parse = parse_alone
     os.environ["HFACCEL_BACKEND"] = "triton"
     triton.knobs.compilation.disable_line_info = True
     try:
@@ -97,6 +106,7 @@ def compiling(capability: int) -> Iterator[list[Launch]]:
     finally:
         triton.knobs.compilation.disable_line_info = line_info
         JITFunction.run = run
+        ast.parse = parse
         driver._active = active
         del os.environ["HFACCEL_BACKEND"]
         if forced is not None:
