@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hfaccel.anatomy import Anatomy, default_sites
 from hfaccel.errors import PatchError, UnknownName
 from hfaccel.observers import Stats
-from hfaccel.quant.linear import is_conv1d
+from hfaccel.quant.linear import QuantExperts, is_conv1d, is_fused_experts
 from hfaccel.quant.packing import Round, pack_matrix, pack_module, packed_like
 from hfaccel.transform import Fold, Site, Stage, Transform, Unit
 from hfaccel_kernels.layouts import Layout
@@ -91,6 +91,8 @@ class Rounding(Transform):
         fold = site.fold
         if fold is not None and fold.stats is not None:
             stats = (fold.stats,)
+            if is_fused_experts(site.module):  # what feeds them, the first projection of each expert reads
+                stats *= len(getattr(site.module, QuantExperts.PROJECTIONS[0]))
         each = iter(stats or ())
         try:
             layout = self.observed_layout(site, stats)

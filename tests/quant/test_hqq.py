@@ -94,11 +94,19 @@ def test_norms_say_what_their_readers_get(family):
     keys = [(tuple(w.shape), float(w.flatten()[0])) for w in (_matrix(first), _matrix(last))]
     gain = norm.weight.detach() + (family == "gemma2")
     wanted = gain**2 + (norm.bias.detach() ** 2 if family == "gpt2" else 0)
+    experts, into = ([], []), None
+    if family == "mixtral":  # every expert's first matrix is fed by the norm, its second one is not
+        into = block.post_attention_layernorm.weight.detach() ** 2
+        fused = block.mlp.experts.gate_up_proj, block.mlp.experts.down_proj
+        experts = [[(tuple(w.shape), float(w.flatten()[0])) for w in x.detach()] for x in fused]
+        assert len(experts[0]) == 4
     with pytest.MonkeyPatch.context() as patcher:
         patcher.setattr(HQQ, "rounder", noted)
         hfaccel.patch(model, "hqq4", progress=False)
     assert torch.allclose(seen[keys[0]].square_mean, wanted)
     assert seen[keys[1]] is None  # no norm feeds it
+    for up, down in zip(*experts, strict=True):
+        assert torch.allclose(seen[up].square_mean, into) and seen[down] is None
     x = nn.functional.layer_norm(torch.randn(20000, 64), (64,), gain, getattr(norm, "bias", None))
     if family != "gemma2":
         assert torch.allclose(expected_square(norm, False), x.square().mean(0), rtol=0.1)

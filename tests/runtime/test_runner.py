@@ -13,6 +13,7 @@ from hfaccel.errors import PatchError
 from hfaccel.generate import mixin
 from hfaccel.runtime import Unsupported, graphs, modules, runner
 from hfaccel.runtime.graphs import Graphs
+from hfaccel_kernels import native
 from tiny import ids, tiny
 
 
@@ -432,13 +433,13 @@ def test_a_cut_prompt_of_a_model_that_runs_row_by_row(family):
     assert none.shape[0] == 0
 
 
+@pytest.mark.skipif(not native.available(), reason=f"no C++ kernels: {native.reason()}")
 def test_steps_ahead_stay_within_a_budget(monkeypatch):
     """Where one more step fits, a run of four does not refuse."""
     monkeypatch.setenv("HFACCEL_EXECUTOR", "auto")
     model = tiny("llama")
     run = runner.Runner(model, page_tokens=4, budget_pages=2)
-    if run.refresh().name != "native":
-        pytest.skip("no C++ compiler")
+    assert run.refresh().name == "native"
     sequence = run.sequence()
     prompt = ids(1, 5)[0]
     token = run.prefill([prompt], [torch.arange(5)], [sequence]).argmax(-1)
