@@ -23,7 +23,7 @@ from hfaccel.errors import PatchError, UnknownName
 from hfaccel.measure import artifacts, tasks
 from hfaccel.measure.bench import CALIBRATED, PEERS, Contender, parse_peer
 from hfaccel.measure.corpus import text
-from hfaccel.measure.perplexity import Comparison, cut_windows, evaluating, logits_of
+from hfaccel.measure.perplexity import Comparison, Reference, cut_windows, evaluating, logits_of
 from hfaccel.measure.rows import UNPATCHED, load
 from hfaccel.measure.storage import storage
 from hfaccel.progress import progress_bar
@@ -189,8 +189,8 @@ def _compare(entries: list[Entry], windows: Tensor) -> None:
                     entry.found["error"] = str(error)
                     continue
                 entry.seconds += time.perf_counter() - start
-                theirs = mine if theirs is None else theirs
-                entry.comparison.add(mine, theirs, ids)
+                theirs = Reference(mine, ids) if theirs is None else theirs
+                entry.comparison.add(mine, theirs)
                 advance()
     for entry in entries:
         if "error" in entry.found:

@@ -7,7 +7,8 @@ all tokens but the first are predicted, 1,023 of 1,024:
     nll = mean over windows and positions of -log p(token),    perplexity = exp(nll)
 
 The softmax is taken in fp32, `ROWS` rows at a time, and summed in fp64, so that beyond the model's own logits
-(`batch` x `window_tokens` x vocabulary) memory stays small and the sum does not depend on `batch`.
+(`batch` x `window_tokens` x vocabulary) memory stays small, one window of the reference's log-probabilities
+in a comparison, and the sum does not depend on `batch`.
 
 A model is a causal LM of transformers, or any function from ids [B, T] (int64) to logits [B, T, V]: another
 executor, a peer, a function that enters `original(model)`.
@@ -109,8 +110,18 @@ def kl(
             theirs = reference[window : window + len(ids)] if stored else logits_of(reference, ids)
             window += len(ids)
             for row_ids, q, p in zip(ids, mine, theirs, strict=True):
-                found.add(q, p, row_ids)
+                found.add(q, Reference(p, row_ids))
     return found.result(time.perf_counter() - start)
+
+
+class Reference:
+    """What every comparison needs of a model's logits [T, V] on ids [T]: log-probabilities in fp32."""
+
+    def __init__(self, logits: torch.Tensor, ids: torch.Tensor):
+        self.ids, self.best, self.nll = ids, logits.argmax(-1), nll_sum(logits, ids)
+        self.log_p = torch.empty(logits.shape, device=logits.device)
+        for rows, out in zip(logits.split(ROWS), self.log_p.split(ROWS), strict=True):
+            torch.log_softmax(rows.float(), -1, out=out)
 
 
 class Comparison:
@@ -120,20 +131,23 @@ class Comparison:
         self.windows, self.tokens, self.same = 0, 0, 0
         self.divergence, self.nll, self.reference_nll = 0.0, 0.0, 0.0
 
-    def add(self, q: torch.Tensor, p: torch.Tensor, ids: torch.Tensor) -> None:
-        """Logits [T, V] of a model and of its reference on ids [T]. Raises: PatchError if shapes differ."""
-        if q.shape != p.shape:
+    def add(self, q: torch.Tensor, reference: Reference) -> None:
+        """Logits [T, V] of a model on the reference's ids. Raises: PatchError if shapes differ."""
+        ids, log_p = reference.ids, reference.log_p
+        if q.shape != log_p.shape:
             raise PatchError(
-                f"logits of shape {list(q.shape)} cannot be compared with {list(p.shape)}: the two "
+                f"logits of shape {list(q.shape)} cannot be compared with {list(log_p.shape)}: the two "
                 "differ in vocabulary, or the reference was taken on other windows"
             )
         self.windows, self.tokens = self.windows + 1, self.tokens + len(ids) - 1
-        self.nll += nll_sum(q, ids)
-        self.reference_nll += nll_sum(p, ids)
-        for q_rows, p_rows in zip(q[:-1].split(ROWS), p[:-1].split(ROWS), strict=True):
-            p_rows = p_rows.to(q_rows.device)
-            self.same += int((q_rows.argmax(-1) == p_rows.argmax(-1)).sum())
-            self.divergence += divergence(q_rows.float(), p_rows.float())
+        self.reference_nll += reference.nll
+        parts = (q[:-1], log_p[:-1], reference.best[:-1], ids[1:, None])
+        for rows in zip(*(part.split(ROWS) for part in parts), strict=True):
+            mine, theirs, best, targets = (x.to(q.device) for x in rows)
+            self.same += int((mine.argmax(-1) == best).sum())
+            log_q = mine.float().log_softmax(-1)
+            self.nll -= float(log_q.gather(-1, targets).sum(dtype=torch.float64))
+            self.divergence += divergence(log_q, theirs)
 
     def result(self, seconds: float) -> KLResult:
         return KLResult(
@@ -219,11 +233,10 @@ def nll_sum(logits: torch.Tensor, ids: torch.Tensor) -> float:
     return sum(float(F.cross_entropy(x.float(), t, reduction="none").double().sum()) for x, t in rows)
 
 
-def divergence(q: torch.Tensor, p: torch.Tensor) -> float:
-    """Sum over rows of KL(p || q), of logits [R, V] in fp32."""
-    log_q, log_p = q.log_softmax(-1), p.log_softmax(-1)
+def divergence(log_q: torch.Tensor, log_p: torch.Tensor) -> float:
+    """Sum over rows of KL(p || q), of log-probabilities [R, V] in fp32; those of q are overwritten."""
     # A token that p rules out adds nothing (0 x inf would be NaN), one that q alone rules out adds infinity.
-    terms = log_q.neg_().add_(log_p).masked_fill_(log_p == -math.inf, 0.0).mul_(log_p.exp_())
+    terms = log_q.neg_().add_(log_p).masked_fill_(log_p == -math.inf, 0.0).mul_(log_p.exp())
     return float(terms.sum(-1, dtype=torch.float64).sum())
 
 
