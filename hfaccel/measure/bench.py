@@ -8,7 +8,9 @@ bandwidth is measured in every round as well; achieved GB/s counts the weight by
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -42,7 +44,10 @@ CALIBRATED = ("gptqmodel",)  # quantize with data, which `hfaccel eval` gives th
 
 @dataclass
 class Contender:
-    """One row: a name, the process that runs it, and what it measured."""
+    """One row: a name, the process that runs it, and what it measured.
+
+    A process runs only while it has a job: one whose idle threads spin would slow the others down.
+    """
 
     name: str
     process: subprocess.Popen | None = None
@@ -62,9 +67,11 @@ class Contender:
         """Send a job (None: only listen) and read the reply; an error ends the contender, not the bench."""
         try:
             if job is not None:
+                self._signal(signal.SIGCONT)
                 self.process.stdin.write(json.dumps(job) + "\n")
                 self.process.stdin.flush()
             reply = json.loads(self.process.stdout.readline() or '{"error": "the process ended"}')
+            self._signal(signal.SIGSTOP)
         except BrokenPipeError:
             reply = {"error": "the process ended"}
         except (OSError, ValueError) as error:
@@ -80,9 +87,15 @@ class Contender:
         if self.process is not None:
             with suppress(OSError):  # what was not read any more
                 self.process.stdin.close()
-            self.process.terminate()
+            self._signal(signal.SIGTERM)
+            self._signal(signal.SIGCONT)
             self.process.wait()
             self.process = None
+
+    def _signal(self, number: int) -> None:
+        """To the process and what it started: they are a group."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
 
 def parse_peer(text_: str) -> tuple[str, str]:
@@ -183,6 +196,7 @@ def start(worker: str, python: str | None, spec: dict[str, Any]) -> subprocess.P
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        process_group=0,
     )
 
 
