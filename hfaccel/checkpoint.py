@@ -22,6 +22,9 @@ as `hfaccel_kernels.layouts` describes it, and `config.json` says under "quantiz
                      of the matrix (experts: "ExROWSxCOLUMNS" of gate_up_proj, a comma, that of down_proj)
     tied             name -> name of the stored tensor that it shares; only the latter is in the files
 
+"transformers_weights", by which transformers knows a file, says to import hfaccel: without it transformers
+refuses the folder and prints that, where it would take codes for weights. `loading.Quantizer` takes it out.
+
 A patch that stores no other weights (`kv8`, `runtime`) leaves a plain folder that any transformers loads. Its
 config has {"format": 1, "transforms": [...]} under "hfaccel", which `hfaccel.from_pretrained` applies. Any
 patched folder may have "executor" there: what was measured to serve it best (`runtime/choice.py`).
@@ -52,6 +55,8 @@ if TYPE_CHECKING:
 
 METHOD = "hfaccel"
 FORMAT = 1
+WEIGHTS_KEY = "transformers_weights"
+IMPORT_FIRST = "the weights are packed by hfaccel: `import hfaccel` before from_pretrained"
 
 OnUndo = Callable[[Callable[[nn.Module], None]], None]
 

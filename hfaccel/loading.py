@@ -14,7 +14,9 @@ from transformers.quantizers.base import HfQuantizer
 
 from hfaccel import compat
 from hfaccel.checkpoint import (
+    IMPORT_FIRST,
     METHOD,
+    WEIGHTS_KEY,
     Packed,
     SavedConfig,
     describe,
@@ -45,6 +47,14 @@ class Quantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return True  # with adapters: packed layers are differentiable in their input
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Before files are looked for: they have the usual names, not that of the note."""
+        if getattr(config, WEIGHTS_KEY, None) == IMPORT_FIRST:
+            delattr(config, WEIGHTS_KEY)
+        return config
+
+    update_tp_plan = update_attn_implementation  # transformers 5.17 calls only this one
 
     def update_weight_conversions(self, weight_conversions: list, *args: Any) -> list:
         return []

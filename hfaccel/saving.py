@@ -8,6 +8,7 @@ killed in the middle leaves the old folder, the new one, or one that is refused,
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -22,7 +23,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from hfaccel import compat
-from hfaccel.checkpoint import SavedConfig
+from hfaccel.checkpoint import IMPORT_FIRST, WEIGHTS_KEY, SavedConfig
 from hfaccel.classes import Mixin
 from hfaccel.errors import PatchError
 
@@ -68,6 +69,7 @@ class SavingMixin(Mixin):
         with replacing(target, kwargs.get("variant")) as folder:
             super().save_pretrained(folder, state_dict=state_dict, **kwargs)
             if isinstance(getattr(self.config, "quantization_config", None), SavedConfig):
+                write_note(folder / CONFIG)
                 write_card(folder, target, self)
         if push_to_hub:
             names = ("commit_message", "private", "token", "create_pr", "max_shard_size")
@@ -171,6 +173,13 @@ def check_offload_source(model: nn.Module, target: Path) -> None:
         for file in compat.offload_files(module):
             if Path(os.path.realpath(file)).parent == target:
                 raise PatchError(f"{name}: its weights are offloaded to {target}; save into another folder")
+
+
+def write_note(file: Path) -> None:
+    """Let transformers without hfaccel refuse the folder, by name. An adapter saved alone has no config."""
+    if file.exists():
+        config = json.loads(file.read_text("utf-8")) | {WEIGHTS_KEY: IMPORT_FIRST}
+        file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
 
 
 def write_card(folder: Path, target: Path, model: nn.Module) -> None:

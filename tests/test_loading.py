@@ -288,3 +288,26 @@ def test_other_ways_in(model, folder):
         LlamaForCausalLM.from_pretrained(
             folder, config=tiny("TL").config, quantization_config=model.config.quantization_config
         )
+
+
+@pytest.mark.parametrize("recipe", ["int8", "int4"])
+@pytest.mark.parametrize("shards", [{}, {"max_shard_size": "32KB"}])
+def test_without_hfaccel_transformers_refuses_and_names_it(recipe, shards, tmp_path, monkeypatch):
+    """INT8 codes have the shape of the weights, for which transformers would take them."""
+    from transformers.quantizers import auto
+
+    patched(tiny("TL"), recipe).save_pretrained(tmp_path, **shards)
+    for table in (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING):
+        monkeypatch.delitem(table, "hfaccel")
+    for cls in (AutoModelForCausalLM, LlamaForCausalLM, AutoModel):
+        with pytest.raises(ValueError, match="packed by hfaccel: `import hfaccel` before from_pretrained"):
+            cls.from_pretrained(tmp_path)
+
+
+def test_the_note_to_transformers_is_in_the_folder_alone(model, folder, copied):
+    config = config_json(folder)
+    assert "import hfaccel" in config.pop("transformers_weights")
+    loaded = reload(model, folder)
+    assert not any(hasattr(each.config, "transformers_weights") for each in (model, loaded))
+    (copied / "config.json").write_text(json.dumps(config))  # as folders were before
+    assert torch.equal(logits(reload(model, copied)), logits(model))
