@@ -10,7 +10,7 @@ from torch import nn
 from hfaccel import compat
 from hfaccel.anatomy import Anatomy, anatomy, builtin_ignore
 from hfaccel.errors import PatchError
-from hfaccel.match import select
+from hfaccel.match import matches, select
 from hfaccel.quant.head import Head
 from hfaccel.quant.linear import is_fused_experts
 from hfaccel.quant.packing import unpackable
@@ -66,12 +66,12 @@ class Plan:
                     )
                 owner[id(site.module)] = transform
             work.append((transform, sites))
-        if any(t.rounds for t in transforms):
+        if rounding := [t for t in transforms if t.rounds]:
             changed = {name for _, sites in work for site in sites for name in (site.name, *site.aliases)}
             for name in parts.matrices:
                 owner_name = finder.owner_name(name)
                 if owner_name not in changed and name not in finder.skipped:
-                    finder.skipped[name] = "not a target"
+                    finder.skipped[name] = finder.why_not_a_target(name, rounding)
         return cls(parts, work, finder.skipped)
 
     def replaced(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -125,6 +125,19 @@ class _Finder:
                 return ""
             self.skipped[name] = why
         return self.skipped[name]
+
+    def why_not_a_target(self, name: str, rounding: Iterable[Transform]) -> str:
+        """Why no transform takes a matrix that could be rounded."""
+        for transform in rounding:
+            if transform.targets is None:
+                wanted = name in transform.default_targets(self.parts)
+            else:
+                wanted = any(matches(pattern, name) for pattern in transform.targets)
+            if not wanted:
+                continue
+            pattern = next((p for p in transform.ignore or () if matches(p, name)), None)
+            return "left alone by default" if pattern is None else f"ignored by {pattern!r}"
+        return "not a target"
 
     def _place(self, name: str) -> tuple[str, str]:
         """Parent and attribute under which the model, not an adapter, calls a module."""

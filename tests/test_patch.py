@@ -162,7 +162,8 @@ def test_targets_and_ignore():
         for i in (1, 2, 3)
         for x in (*(f"self_attn.{r}" for r in "qkvo"), "mlp.gate", "mlp.up", "mlp.down")
     } | {"lm_head"}
-    assert "model.layers.0.mlp.up_proj" in hfaccel.report(model).skipped
+    skipped = hfaccel.report(model).skipped
+    assert skipped["model.layers.0.mlp.up_proj"] == "ignored by 'model.layers.0.**'"
     hfaccel.unpatch(model)
     hfaccel.patch(model, RTN(targets="model.embed_tokens", ignore=()))
     assert names_of(model) == {"model.embed_tokens"}
@@ -990,6 +991,26 @@ def test_report_of_a_runtime_patch_and_an_encoder():
     assert "left alone: cls.predictions" in text
     text = str(hfaccel.report(hfaccel.patch(tiny("mixtral"), "int8")))
     assert "left alone: model.layers.*.mlp.gate (2): not a target" in text
+
+
+def test_report_names_the_pattern_that_ignored():
+    config = [
+        RTN(bits=4, targets="**.self_attn.**", ignore=("re:.*0.*", "**.k_proj")),
+        RTN(bits=8, ignore=("model.layers.1.**", "**.self_attn.**")),
+    ]
+    skipped = hfaccel.report(hfaccel.patch(tiny("TL"), config)).skipped
+    whys = {
+        "model.layers.0.self_attn.q_proj": "ignored by 're:.*0.*'",
+        "model.layers.0.self_attn.k_proj": "ignored by 're:.*0.*'",
+        "model.layers.2.self_attn.k_proj": "ignored by '**.k_proj'",
+        "model.layers.1.mlp.up_proj": "ignored by 'model.layers.1.**'",
+        "model.embed_tokens": "not a target",
+    }
+    assert {name: skipped[name] for name in whys} == whys
+    assert "model.layers.0.mlp.up_proj" not in skipped and "model.layers.2.self_attn.q_proj" not in skipped
+    skipped = hfaccel.report(hfaccel.patch(tiny("mixtral"), RTN(targets="model.layers.1.mlp.**"))).skipped
+    assert skipped["model.layers.1.mlp.gate"] == "left alone by default"
+    assert skipped["model.layers.0.mlp.gate"] == "not a target"
 
 
 def test_original_behaviour_needs_no_patch_of_other_models():
