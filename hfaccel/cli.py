@@ -14,7 +14,17 @@ import typer
 
 from hfaccel.commands.bench import bench
 from hfaccel.commands.evaluate import evaluate
-from hfaccel.commands.terminal import AsJson, Model, OffGrid, Recipe, counted, print_table, recipe_names, say
+from hfaccel.commands.terminal import (
+    AsJson,
+    Model,
+    OffGrid,
+    Overwrite,
+    Recipe,
+    counted,
+    print_table,
+    recipe_names,
+    say,
+)
 from hfaccel.errors import PatchError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -111,6 +121,7 @@ def patch(
     calibration: Annotated[
         str | None, typer.Option(help="For methods that need data: a text file, or wikitext2_valid.")
     ] = None,
+    overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
     """Patch a model and save it; hfaccel.from_pretrained loads the folder."""
@@ -118,12 +129,14 @@ def patch(
     from hfaccel.measure.corpus import text
     from hfaccel.measure.rows import load_model, tokenizer_beside
     from hfaccel.recipe import AUTO
-    from hfaccel.saving import check_target
+    from hfaccel.saving import check_free, check_target
 
     recipe_names(recipe, AUTO)
     check_target(output)
     if Path(model).is_dir() and output.exists() and output.samefile(model):
         raise PatchError(f"{output} is MODEL itself, whose weights would be lost; give another folder")
+    if not overwrite:
+        check_free(output)
     texts = None if calibration is None else [text(calibration)]
     loaded, tokenizer = load_model(model), tokenizer_beside(model)
     start = time.perf_counter()

@@ -140,6 +140,13 @@ def check_target(target: Path) -> None:
     check_writable(target / CONFIG)
 
 
+def check_free(target: Path) -> None:
+    """Refuse a folder that holds files already, for commands that are not to lose any. Raises: PatchError."""
+    if target.is_dir() and (held := sorted(path.name for path in target.iterdir())):
+        more = f" and {len(held) - 1} more" if held[1:] else ""
+        raise PatchError(f"{target} holds {held[0]}{more} already; give another folder, or --overwrite")
+
+
 def check_writable(file: Path) -> None:
     """Refuse a place where no file can be made, with the folders on the way to it. Raises: PatchError."""
     place = next(parent for parent in file.absolute().parents if parent.exists())

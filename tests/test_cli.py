@@ -49,6 +49,22 @@ def test_patch_writes_a_folder_that_computes_the_same(folder, tmp_path):
         assert torch.equal(hfaccel.from_pretrained(out)(ids).logits, twin(ids).logits)
 
 
+def test_patch_writes_over_a_folder_only_when_told(folder, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    out.mkdir()  # an empty folder is as good as none
+    args = ("patch", str(folder), "-o", str(out), "--json")
+    assert json.loads(run(*args).stdout)["recipe"] == "int8"
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    monkeypatch.setattr(sys, "argv", ["hfaccel", *args, "--recipe", "int4"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    wanted = f"hfaccel: {out} holds README.md and {len(before) - 1} more already; give another folder, or "
+    assert ended.value.code == 1 and capsys.readouterr().err == wanted + "--overwrite\n"
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert json.loads(run(*args, "--recipe", "int4", "--overwrite").stdout)["recipe"] == "int4"
+    assert hfaccel.from_pretrained(out)._hfaccel.config.describe() == "int4"
+
+
 def test_report_of_a_saved_folder_as_json(folder, tmp_path):
     run("patch", str(folder), "-o", str(tmp_path / "out"), "--recipe", "int8")
     made = json.loads(run("report", str(tmp_path / "out"), "--json").stdout)
@@ -214,4 +230,5 @@ def test_demo_measures_every_row(tmp_path, monkeypatch):
 def test_doctor_finds_nothing_wrong_here():
     rows = json.loads(run("doctor", "--json").stdout)
     assert {"python", "torch", "C++ kernels", "cache folder"} <= {row["what"] for row in rows}
+    assert "fastapi" not in {row["what"] for row in rows}  # nothing uses it yet
     assert all(row["state"] in ("ok", "absent") for row in rows)

@@ -17,7 +17,7 @@ Recipe = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")]
 OffGrid = Annotated[bool, typer.Option(help="With 'demo': its twin whose weights lie on no rounding grid.")]
-
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write over what the output holds already.")]
 PeerPython = Annotated[list[str] | None, typer.Option(help="NAME=PATH of the python that has the peer.")]
 
 
