@@ -25,7 +25,7 @@ def examine() -> list[dict[str, str]]:
     said = ", ".join(moved) or "all where hfaccel looks for it"
     rows.append(_row("private API", said, "wrong" if moved else "ok"))
     rows += [*_kernels(), *_caches(), *_devices()]
-    for package, gives in {"peft": "LoRA adapters", "matplotlib": "charts", "fastapi": "the server"}.items():
+    for package, gives in {"peft": "LoRA adapters", "matplotlib": "charts"}.items():
         found = find_spec(package) is not None
         rows.append(
             _row(package, gives if found else f"not installed: no {gives}", "ok" if found else "absent")
