@@ -1,8 +1,8 @@
 """Metadata of a GGUF file <-> fields of a transformers config, by the rows of `gguf_names`.
 
 `config_of` reads, `metadata_of` and `rope_tensors` write. What files leave to the reader (gemma's pattern of
-windows and scale of queries, falcon's parallel branches) is here in one place for both, and a config that says
-otherwise is refused.
+windows and scale of queries, falcon's parallel branches) is here in one place for both, and a config that
+says otherwise is refused.
 """
 
 from __future__ import annotations
