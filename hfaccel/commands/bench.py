@@ -51,6 +51,7 @@ def bench(
     from hfaccel.measure import bench as benches
     from hfaccel.measure.rows import UNPATCHED
 
+    pythons = peer_pythons(peer_python)
     ours = recipe_names(recipe, "auto", *UNPATCHED)
     if output is not None:
         from hfaccel.measure import chart
@@ -64,7 +65,6 @@ def bench(
         return print(profile_step(model, ours[0], prompt_tokens=prompt, batch=batch, threads=threads))
     if context is not None:
         return _bench_context(model, ours[0], context, rounds, threads, off_grid, as_json)
-    pythons = peer_pythons(peer_python)
     result = benches.bench(
         model,
         ours,

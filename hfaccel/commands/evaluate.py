@@ -92,12 +92,12 @@ def evaluate(
     from hfaccel.measure import chart, evaluation
     from hfaccel.measure.rows import UNPATCHED
 
+    pythons = peer_pythons(peer_python)
     recipes = recipe_names(recipe, "auto", *UNPATCHED) if recipe else []
     if png is not None:
         if not windows:
             raise typer.BadParameter("--png draws perplexity, of which --windows 0 measures none")
         chart.check(png)
-    pythons = peer_pythons(peer_python)
     settings = evaluation.Settings(
         off_grid=off_grid,
         data=data,

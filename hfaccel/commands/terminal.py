@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from typing import Annotated, Any
 
@@ -22,10 +23,20 @@ PeerPython = Annotated[list[str] | None, typer.Option(help="NAME=PATH of the pyt
 
 
 def peer_pythons(pairs: list[str] | None) -> dict[str, str]:
-    """Name -> path of what `--peer-python` was given. Raises: typer.BadParameter."""
-    if odd := [pair for pair in pairs or [] if "=" not in pair]:
-        raise typer.BadParameter(f"--peer-python {odd[0]!r} is not NAME=PATH")
-    return dict(pair.split("=", 1) for pair in pairs or [])
+    """Peer -> path of what `--peer-python` was given. Raises: typer.BadParameter, also for no such python."""
+    from hfaccel.measure.bench import PEERS
+
+    found = {}
+    for pair in pairs or []:
+        name, given, path = pair.partition("=")
+        if not given:
+            raise typer.BadParameter(f"--peer-python {pair!r} is not NAME=PATH")
+        if name not in PEERS:
+            raise typer.BadParameter(f"--peer-python {pair!r}: peers are {', '.join(PEERS)}")
+        if shutil.which(path) is None:  # as files are found that are run
+            raise typer.BadParameter(f"--peer-python {pair!r}: {path!r} is no file that can be run")
+        found[name] = path
+    return found
 
 
 def print_table(rows: list[dict[str, Any]], columns: dict[str, tuple[str, Any]]) -> None:
