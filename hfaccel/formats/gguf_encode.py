@@ -1,7 +1,7 @@
 """GGUF blocks from codes and scales: how each type lies in bytes. What chose the codes is not said here.
 
-A row of a matrix is cut into blocks of 32 elements, k-types into superblocks of 256; M blocks are encoded at a
-time, to uint8 [M, bytes]. `d` and `m` are fp16. Elements of one block, by type:
+A row of a matrix is cut into blocks of 32 elements, of k-types into superblocks of 256; M blocks are encoded
+at a time, to uint8 [M, bytes]. `d` and `m` are fp16. One block, by type:
 
     Q8_0   d, 32 codes                                      34 bytes   d * code, code int8
     Q4_0   d, 16 bytes of nibbles                           18         d * (code - 8)
@@ -21,20 +21,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# elements and bytes of a block
-BLOCKS = {
-    "F32": (1, 4),
-    "F16": (1, 2),
-    "BF16": (1, 2),
-    "Q8_0": (32, 34),
-    "Q4_0": (32, 18),
-    "Q4_1": (32, 20),
-    "Q5_0": (32, 22),
-    "Q5_1": (32, 24),
-    "Q4_K": (256, 144),
-    "Q5_K": (256, 176),
-    "Q6_K": (256, 210),
-}
+from hfaccel.formats.gguf_file import TYPES
+
+# Elements and bytes of a block, of the types that are written.
+_WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+BLOCKS = {kind.name: (kind.size, kind.bytes) for kind in TYPES.values() if kind.name in _WRITTEN}
 
 
 def q8_0(codes: Tensor, d: Tensor) -> Tensor:

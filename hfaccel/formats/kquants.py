@@ -4,17 +4,15 @@ For every block of weights x with weights v of their errors
 
     minimize    sum_j v_j (x_j - y_j)^2,    y_j what the type's codes and scales stand for (`gguf_encode`)
 
-With calibration v_j = h_j, the mean square of input j: the diagonal of the layer's own error. Without it large
-weights count more than small ones, as they do where nothing is known of the inputs but that they are alike:
-v_j = rms(x) + |x_j|.
+With calibration v_j = h_j, the mean square of input j: the diagonal of the layer's own error. Without it
+large weights count more than small ones, as they do where nothing is known of the inputs but that they are
+alike: v_j = rms(x) + |x_j|.
 
 Groups (a block, or a part of a superblock) are searched for alone: some twenty scales around the one that
 just covers the group, codes of each, and the scale (and minimum) that least squares gives these codes. A
-superblock's scales are integers times a common factor. Their search goes on from there by turns, each of which
-can only lower the error: integers next to the chosen ones with all their codes rounded anew, then the common
-factors by least squares over the superblock.
-
-Nothing here copies rounding of other programs bit for bit; the bytes are theirs, the choice is ours.
+superblock's scales are integers times a common factor. Their search goes on from there by turns, each of
+which can only lower the error: integers next to the chosen ones with all their codes rounded anew, then the
+common factors by least squares over the superblock.
 """
 
 from __future__ import annotations
