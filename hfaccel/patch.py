@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -162,10 +163,21 @@ def unpatch(model: Any) -> Any:
     state = require_state(target)
     journal = require_journal(state)
     with _alone(target, state, "unpatch(model)"), torch.inference_mode(False):
+        _warn_of_merged(target)
         journal.restore(target)
         del target._hfaccel
     release_memory()
     return model
+
+
+def _warn_of_merged(model: nn.Module) -> None:
+    """Say which adapters go with the codes that they were merged into for good."""
+    merged = [names for module in model.modules() if (names := getattr(module, "merged_adapters", ()))]
+    if merged:
+        names = ", ".join(repr(name) for name in dict.fromkeys(chain(*merged)))
+        log.warning(
+            "unpatch: %s, merged into the codes of %d modules, is not in their originals", names, len(merged)
+        )
 
 
 @contextmanager

@@ -424,12 +424,26 @@ def test_adapters_attached_after_survive_unpatch():
     assert torch.equal(logits(model), logits(wanted))
 
 
-def test_unpatch_after_merge_and_unload_gives_the_originals():
+def test_unpatch_after_merge_and_unload_gives_the_originals_and_says_so(caplog):
     plain = tiny("TL")
     dense = logits(plain)
-    model = adapted(hfaccel.patch(plain, "int4")).merge_and_unload()
+    model = adapted(hfaccel.patch(plain, "int4"), name="first").merge_and_unload()
+    second = adapted(model, 2, name="second", target_modules=["q_proj"])
+    model = second.merge_and_unload()
+    caplog.clear()
     hfaccel.unpatch(model)
     assert torch.equal(logits(model), dense)
+    wanted = "unpatch: 'first', 'second', merged into the codes of 28 modules, is not in their originals"
+    assert caplog.messages == [wanted]
+
+
+def test_unpatch_has_nothing_to_say_of_an_adapter_that_was_taken_out(caplog):
+    model = adapted(hfaccel.patch(tiny("TL"), "int4"))
+    model.merge_adapter()
+    model.unmerge_adapter()
+    caplog.clear()
+    hfaccel.unpatch(model.unload())
+    assert caplog.messages == []
 
 
 def test_a_merged_adapter_is_in_the_way_of_unpatch():

@@ -72,6 +72,7 @@ class _Merging:
         _warn_of_loss(merged - former, base.dequantize(base.stored) - former)
         self._before = before
         self.merged_adapters.extend(names)
+        base.merged_adapters = (*base.merged_adapters, *names)
 
     def unmerge(self) -> None:
         """Put the codes back that the first merge found."""
@@ -79,7 +80,9 @@ class _Merging:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
             return
         if self._before is not None:
-            self.get_base_layer().store(self._before)
+            base = self.get_base_layer()
+            base.store(self._before)
+            base.merged_adapters = base.merged_adapters[: -len(self.merged_adapters)]
         self._before = None
         self.merged_adapters.clear()
 

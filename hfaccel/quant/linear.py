@@ -20,10 +20,12 @@ class _Packed:
     """What the packed modules share: storage under the names `weight`, `weight_scale`, `weight_zero`.
 
     `weights_version` counts edits of the codes; whoever keeps results of them (a plan, pages) compares it.
+    `merged_adapters` names what merges have rounded into the codes, as long as it is in them.
     """
 
     layout: Layout
     weights_version: int = 0
+    merged_adapters: tuple[str, ...] = ()
 
     def _apply(self, fn, recurse=True):
         # `fn` may cast (`.to(bf16)`); scales keep their dtype and take only the device.
