@@ -2,7 +2,7 @@
 
 import torch
 
-from hfaccel_kernels import activations, layouts
+from hfaccel_kernels import activations, layouts, super_scales
 from hfaccel_kernels.layouts import Layout
 
 LAYOUTS = [
@@ -23,6 +23,17 @@ LAYOUTS += [
     Layout(8, act="token"),
     Layout(8, act="token", act_scale=0.02),
     Layout(3, 16, False, "double", 16),
+]
+GGUF_LAYOUTS = [
+    Layout(4, 32, True, "fp16_min"),
+    Layout(5, 40, True, "fp16_min", 16),
+    Layout(4, 32, True, "super_min", 16),
+    Layout(2, 16, True, "super_min"),
+    Layout(6, 16, True, "super"),
+    Layout(6, 16, True, "super", 16),
+    Layout(5, 32, True, "fp16"),
+    Layout(5, 32, True, "super_min"),
+    Layout(6, 64, False, "fp32", 16),
 ]
 # M, N, K: ragged rows, short last groups, one element, groups of 128 in 576, nothing
 SHAPES = [(1, 48, 70), (3, 515, 64), (1, 1, 1), (29, 33, 576), (5, 16, 200), (0, 16, 32)]
@@ -46,10 +57,27 @@ def random_codes(layout: Layout, n: int, k: int) -> torch.Tensor:
 def random_packed(layout: Layout, n: int, k: int) -> tuple:
     """weight, scale, zero of random codes."""
     codes = random_codes(layout, n, k)
-    scale = torch.rand(n, layout.groups(k)) * 0.1 + 0.01
-    zero = None if layout.symmetric else torch.randint(0, 1 << layout.bits, scale.shape, dtype=torch.uint8)
-    packed = layouts.pack_codes(codes, layout), layouts.pack_scales(scale, layout)
+    groups = layout.groups(k)
+    zero = None if layout.symmetric else torch.randint(0, 1 << layout.bits, (n, groups), dtype=torch.uint8)
+    packed = layouts.pack_codes(codes, layout), random_scales(layout, n, groups)
     return *packed, None if zero is None else layouts.pack_rows(zero)
+
+
+def random_scales(layout: Layout, n: int, groups: int) -> torch.Tensor:
+    """`weight_scale`; minimums of either sign where a file may have them."""
+    scale = torch.rand(n, groups) * 0.1 + 0.01
+    if layout.scale_dtype == "fp16_min":
+        return layouts.pack_minimums(scale, torch.randn(n, groups) * 0.3)
+    if layout.scale_dtype not in super_scales.TILE:
+        return layouts.pack_scales(scale, layout)
+    tiles = -(-groups // super_scales.TILE[layout.scale_dtype])
+    factors = [(torch.rand(n, tiles) * 2e-3 + 1e-4).half() for _ in range(2)]
+    if layout.scale_dtype == "super":
+        return super_scales.pack(
+            "super", (factors[0], torch.randint(-128, 128, scale.shape, dtype=torch.int8))
+        )
+    codes = torch.randint(0, 256, (2, *scale.shape), dtype=torch.uint8)
+    return super_scales.pack("super_min", (factors[0], codes[0]), (factors[1] * 8, codes[1]))
 
 
 def oracle(x, weight, scale, zero, bias, layout: Layout, n: int, k: int) -> torch.Tensor:

@@ -11,13 +11,18 @@ of four activations is one `vpdpbusd` (AVX-512 VNNI) for 16 outputs:
     2     16      64            byte 4*r + i; quad j in bits 2*j .. 2*j+1 (j = 0..3)
     3     32      192           low two bits: two lines as for 2 bits (quads 0-3, 4-7); high bit: byte
                                 128 + 4*r + i, quad j in bit j (j = 0..7)
+    5     32      320           low four bits: four lines as for 4 bits (quads 0-1, 2-3, 4-5, 6-7); high bit:
+                                byte 256 + 4*r + i, quad j in bit j (j = 0..7)
+    6     16      192           low four bits: two lines as for 4 bits (quads 0-1, 2-3); high two bits: byte
+                                128 + 4*r + i, quad j in bits 2*j .. 2*j+1 (j = 0..3)
 
 What a code stands for is `code`:
 
     int    below 8 bits unsigned, 0 .. 2^bits - 1. Asymmetric: w = scale * (code - zero), `zero` a uint8.
            Symmetric: the same with the constant zero 2^(bits-1); at 8 bits the stored code is already signed,
            w = scale * code (asymmetric 8 bits stores code - 128 and zero stays 0..255, so that w = scale *
-           (stored + 128 - zero)).
+           (stored + 128 - zero)). With a minimum (`scale_dtype`) unsigned, without a zero point:
+           w = scale * code + minimum.
     nf4    4 bits, w = scale * codebook.NF4_LEVELS[code]: integers, so products are those of 8-bit codes
     e4m3   8 bits, w = scale * the float8 of these bits; `e5m2` likewise. One group a row
 
@@ -28,13 +33,16 @@ symmetric and are never read back by `unpack`.
     weight_scale  fp32 or fp16 [NB, G, 16]  G = ceil(K / group), 1 for group -1; padding rows 0
                   "double": uint8 [NB, ceil(G / 16) * 8 + G * 16], see `double_scales`, also for
                   which groups become zero
+                  "fp16_min": fp16 [NB, G, 2, 16], each group's scales and then its minimums
+                  "super", "super_min": uint8 [NB, ...], see `super_scales`; the latter has minimums
     weight_zero   uint8 [NB, G, 16] or None
 
 The arithmetic of a product belongs to the layout as well (`act`). "chunk": on GPUs activations stay as they
 are; on CPUs they are quantized per token in chunks (`chunks`), symmetric, one fp32 scale a chunk: `act_bits`
 8 in chunks of 32 with scale max|x| / 127, or 16 in chunks of 64 with scale max|x| / 16256 and the code split
 into two int8 planes, code = 128 * high + low, -64 <= low <= 63. Each chunk's int32 dot is exact and is added
-in fp32 in chunk order. Blocking over tokens, rows or threads cannot change a bit of it. 16 bits cost nothing
+in fp32 in chunk order, and after each, where there are minimums, minimum times the chunk's exact int32 sum.
+Blocking over tokens, rows or threads cannot change a bit of it. 16 bits cost nothing
 where reading the weights is the limit and twice the products where it is not: they are for the few inputs
 with outliers (queries, keys, values and the head; see kernels/README.md for the figures).
 
@@ -52,14 +60,21 @@ from functools import lru_cache
 
 import torch
 
-from . import codebook, double_scales
+from . import codebook, double_scales, super_scales
 
 ROWS = 16
 ACT_CHUNK = {8: 32, 16: 64}  # K-elements that share one activation scale, by act_bits
-_K_STEP = {8: 4, 4: 8, 3: 32, 2: 16}
-_STEP_BYTES = {8: 64, 4: 64, 3: 192, 2: 64}
-SCALE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "double": torch.uint8}
-CODES = {"int": (8, 4, 3, 2), "nf4": (4,), "e4m3": (8,), "e5m2": (8,)}  # bits of each
+_K_STEP = {8: 4, 6: 16, 5: 32, 4: 8, 3: 32, 2: 16}
+_STEP_BYTES = {8: 64, 6: 192, 5: 320, 4: 64, 3: 192, 2: 64}
+SCALE_DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "double": torch.uint8,
+    "fp16_min": torch.float16,
+    "super": torch.uint8,
+    "super_min": torch.uint8,
+}
+CODES = {"int": (8, 6, 5, 4, 3, 2), "nf4": (4,), "e4m3": (8,), "e5m2": (8,)}  # bits of each
 
 
 @dataclass(frozen=True)
@@ -67,10 +82,11 @@ class Layout:
     """Grid of a packed weight and precision of what it is multiplied with.
 
     Attributes:
-        bits: 8, 4, 3 or 2.
+        bits: 8, 6, 5, 4, 3 or 2.
         group: input elements a scale, -1 for one group per output row.
         symmetric: no zero points.
-        scale_dtype: "fp32", "fp16" or "double" (8 bits themselves, with fp32 scales of their own).
+        scale_dtype: "fp32", "fp16", "double" (8 bits themselves, with fp32 scales of their own), "fp16_min"
+            (beside a minimum), "super" or "super_min" (integers under fp16, alone or beside a minimum).
         act_bits: 8 or 16, of activations in chunks, on CPUs.
         code: "int", "nf4", "e4m3" or "e5m2".
         act: "chunk" or "token", whatever shares a scale of the activations.
@@ -107,6 +123,8 @@ class Layout:
             raise ValueError(f"code={self.code!r}: known are {', '.join(CODES)}")
         if self.bits not in CODES[self.code]:
             raise ValueError(f"bits={self.bits}: {self.code} has {CODES[self.code][0]}")
+        if self.has_minimum and (not self.symmetric or self.code != "int" or self.bits == 8):
+            raise ValueError(f"scale_dtype={self.scale_dtype!r}: a minimum goes with unsigned codes alone")
         if self.code != "int" and not self.symmetric:
             raise ValueError(f"symmetric=False: {self.code} has no zero points")
         if self.act not in ("chunk", "token"):
@@ -128,6 +146,11 @@ class Layout:
         return SCALE_DTYPES[self.scale_dtype]
 
     @property
+    def has_minimum(self) -> bool:
+        """Whether codes count from a float of each group, which lies beside its scale."""
+        return self.scale_dtype in ("fp16_min", "super_min")
+
+    @property
     def is_float(self) -> bool:
         return self.code in codebook.FLOAT8
 
@@ -144,6 +167,8 @@ class Layout:
     @property
     def zero(self) -> int:
         """The code of a symmetric grid that stands for 0."""
+        if self.has_minimum:
+            return 0
         if self.code == "int":
             return 1 << (self.bits - 1)
         return codebook.NF4_ZERO if self.code == "nf4" else 0
@@ -185,6 +210,10 @@ class Layout:
         scales = (groups, ROWS)
         if self.scale_dtype == "double":
             scales = (double_scales.row_bytes(groups),)
+        elif self.scale_dtype == "fp16_min":
+            scales = (groups, 2, ROWS)
+        elif self.scale_dtype in super_scales.TILE:
+            scales = (super_scales.row_bytes(groups, self.scale_dtype),)
         out = {
             "weight": ((blocks, self.block_bytes(k)), torch.uint8),
             "weight_scale": ((blocks, *scales), self.dtype),
@@ -246,13 +275,15 @@ def pack_codes(codes: torch.Tensor, layout: Layout) -> torch.Tensor:
         out = quads[:, :, 0] | quads[:, :, 1] << 4
     elif layout.bits == 2:
         out = _planes2(quads)
+    elif layout.bits > 4:
+        quads = quads.contiguous()
+        low, high = quads & _each(15), quads >> 4 & _each(3)
+        lines = [low[:, :, j] | low[:, :, j + 1] << 4 for j in range(0, quads.shape[2], 2)]
+        out = torch.stack([*lines, _planes2(high) if layout.bits == 6 else _planes1(high)], 2)
     else:
         quads = quads.contiguous()
         low, high = quads & _each(3), quads >> 2 & _each(1)
-        line = high[:, :, 0].clone()
-        for j in range(1, 8):
-            line |= high[:, :, j] << j
-        out = torch.stack([_planes2(low[:, :, :4]), _planes2(low[:, :, 4:]), line], 2)
+        out = torch.stack([_planes2(low[:, :, :4]), _planes2(low[:, :, 4:]), _planes1(high)], 2)
     return out.reshape(blocks, -1).contiguous().view(torch.uint8)
 
 
@@ -275,6 +306,13 @@ def _planes2(quads: torch.Tensor) -> torch.Tensor:
     return quads[:, :, 0] | quads[:, :, 1] << 2 | quads[:, :, 2] << 4 | quads[:, :, 3] << 6
 
 
+def _planes1(quads: torch.Tensor) -> torch.Tensor:
+    line = quads[:, :, 0].clone()
+    for j in range(1, 8):
+        line |= quads[:, :, j] << j
+    return line
+
+
 def unpack_codes(weight: torch.Tensor, layout: Layout, n: int, k: int) -> torch.Tensor:
     """The inverse of `pack_codes`: uint8 [n, k] unsigned codes (8 bits: signed code + 128)."""
     blocks, k_pad = weight.shape[0], layout.padded_k(k)
@@ -286,6 +324,16 @@ def unpack_codes(weight: torch.Tensor, layout: Layout, n: int, k: int) -> torch.
         quads = torch.cat([lines & _each(15), lines >> 4 & _each(15)], 2)
     elif layout.bits == 2:
         quads = torch.cat([lines >> 2 * j & _each(3) for j in range(4)], 2)
+    elif layout.bits > 4:
+        more, high = layout.bits - 4, lines[:, :, -1]
+        mask = _each((1 << more) - 1)
+        quads = torch.stack(
+            [
+                (lines[:, :, j // 2] >> 4 * (j % 2) & _each(15)) | (high >> more * j & mask) << 4
+                for j in range(layout.k_step // 4)
+            ],
+            2,
+        )
     else:
         high = lines[:, :, 2]
         quads = torch.stack(
@@ -313,6 +361,8 @@ def unpack_rows(packed: torch.Tensor, n: int) -> torch.Tensor:
 
 def pack_scales(scale: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Scales [N, G] of any float dtype as `weight_scale`."""
+    if layout.has_minimum or layout.scale_dtype == "super":
+        raise ValueError(f"scale_dtype={layout.scale_dtype!r}: packed by pack_minimums or super_scales.pack")
     if layout.scale_dtype != "double":
         return pack_rows(scale.to(layout.dtype))
     n = scale.shape[0]
@@ -321,44 +371,64 @@ def pack_scales(scale: torch.Tensor, layout: Layout) -> torch.Tensor:
     return double_scales.pack(pack_rows(scale.float()), n % ROWS or ROWS)
 
 
-def scale_rows(scale: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """`weight_scale` as float scales [NB, G, 16]."""
-    return double_scales.unpack(scale) if layout.scale_dtype == "double" else scale
+def pack_minimums(scale: torch.Tensor, minimum: torch.Tensor) -> torch.Tensor:
+    """Scales and minimums [N, G] as the `weight_scale` of "fp16_min"."""
+    return torch.stack([pack_rows(scale.half()), pack_rows(minimum.half())], 2)
+
+
+def scale_rows(scale: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`weight_scale` as float scales and minimums (None where there are none), [NB, G, 16] each."""
+    if layout.scale_dtype == "double":
+        return double_scales.unpack(scale), None
+    if layout.scale_dtype == "fp16_min":
+        return scale[:, :, 0], scale[:, :, 1]
+    if layout.scale_dtype in super_scales.TILE:
+        return super_scales.unpack(scale, layout.scale_dtype)
+    return scale, None
 
 
 def unpack_scales(scale: torch.Tensor, layout: Layout, n: int) -> torch.Tensor:
     """The scales that `weight_scale` stands for: float [n, G]."""
-    return unpack_rows(scale_rows(scale, layout), n)
+    return unpack_rows(scale_rows(scale, layout)[0], n)
 
 
 def dequantize(
     weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, layout: Layout, n: int, k: int
 ) -> torch.Tensor:
-    """The weight itself, fp32 [n, k]: scale * (code - zero), or scale * what the code stands for."""
+    """The weight itself, fp32 [n, k]: scale * (code - zero), scale * code + minimum, or scale * what the code
+    stands for."""
     codes = unpack_codes(weight, layout, n, k)
-    return dequantize_codes(
-        codes, unpack_scales(scale, layout, n), None if zero is None else unpack_rows(zero, n), layout
-    )
+    sides = (*scale_rows(scale, layout), zero)
+    scale, minimum, zero = (None if side is None else unpack_rows(side, n) for side in sides)
+    return dequantize_codes(codes, scale, zero, layout, minimum)
 
 
 def dequantize_codes(
-    codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, layout: Layout
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    layout: Layout,
+    minimum: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What unsigned codes [n, k], float scales and zeros [n, G] stand for; fp32 [n, k]."""
+    """What unsigned codes [n, k], float scales, zeros and minimums [n, G] stand for; fp32 [n, k]."""
     k = codes.shape[1]
     group = layout.group_len(k)
     integer = layout.code == "int"
     out = codes.to(torch.float32) if integer else codebook.values(codes, layout.code)
     if layout.groups(k) * group == k:
         grouped = out.view(codes.shape[0], -1, group)
-        if integer:
+        if integer and minimum is None:
             grouped -= layout.zero if zero is None else zero.float()[:, :, None]
         grouped *= scale.float()[:, :, None]
+        if minimum is not None:
+            grouped += minimum.float()[:, :, None]
         return out
     for g, (start, stop) in enumerate(layout.spans(k)):  # the last group is short
-        if integer:
+        if integer and minimum is None:
             out[:, start:stop] -= layout.zero if zero is None else zero[:, g : g + 1].float()
         out[:, start:stop] *= scale[:, g : g + 1].float()
+        if minimum is not None:
+            out[:, start:stop] += minimum[:, g : g + 1].float()
     return out
 
 
@@ -383,6 +453,9 @@ def gather_rows(
     )
     codes = codes.view(flat.numel(), ROWS, k)[:, 0]
 
-    scales = scale_rows(scale[block], layout)[torch.arange(len(flat)), :, lane]
-    out = dequantize_codes(codes, scales, None if zero is None else zero[block, :, lane], layout)
+    each = torch.arange(len(flat))
+    scales, minimum = (
+        side if side is None else side[each, :, lane] for side in scale_rows(scale[block], layout)
+    )
+    out = dequantize_codes(codes, scales, None if zero is None else zero[block, :, lane], layout, minimum)
     return out.view(*rows.shape, k)

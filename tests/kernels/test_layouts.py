@@ -4,7 +4,7 @@ import torch
 from hfaccel_kernels import layouts
 from hfaccel_kernels.codebook import FLOAT8, NF4
 from hfaccel_kernels.layouts import Layout
-from packed import LAYOUTS, SHAPES, name, random_codes, random_packed
+from packed import GGUF_LAYOUTS, LAYOUTS, SHAPES, name, random_codes, random_packed, random_scales
 
 GRIDS = sorted({(n, k) for _, n, k in SHAPES})
 
@@ -12,7 +12,8 @@ GRIDS = sorted({(n, k) for _, n, k in SHAPES})
 def by_the_docstring(weight: torch.Tensor, layout: Layout, k: int, row: int, at: int) -> int:
     """The unsigned code of one element, read from the bytes as the module's docstring describes them."""
     group = k if layout.group == -1 else min(layout.group, k)
-    step_k, step_bytes = {8: (4, 64), 4: (8, 64), 3: (32, 192), 2: (16, 64)}[layout.bits]
+    sizes = {8: (4, 64), 6: (16, 192), 5: (32, 320), 4: (8, 64), 3: (32, 192), 2: (16, 64)}
+    step_k, step_bytes = sizes[layout.bits]
     steps_a_group = -(-group // step_k)
     step = at // group * steps_a_group + at % group // step_k
     j, i = at % group % step_k // 4, at % group % step_k % 4
@@ -24,10 +25,21 @@ def by_the_docstring(weight: torch.Tensor, layout: Layout, k: int, row: int, at:
         return line[byte] >> 4 * j & 15
     if layout.bits == 2:
         return line[byte] >> 2 * j & 3
+    if layout.bits == 5:
+        return (line[64 * (j // 2) + byte] >> 4 * (j % 2) & 15) | (line[256 + byte] >> j & 1) << 4
+    if layout.bits == 6:
+        return (line[64 * (j // 2) + byte] >> 4 * (j % 2) & 15) | (line[128 + byte] >> 2 * j & 3) << 4
     return (line[64 * (j // 4) + byte] >> 2 * (j % 4) & 3) | (line[128 + byte] >> j & 1) << 2
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+def _plain_scales(layout: Layout) -> bool:
+    return layout.scale_dtype in ("fp32", "fp16", "double")
+
+
+ALL = list(dict.fromkeys([*LAYOUTS, *GGUF_LAYOUTS]))
+
+
+@pytest.mark.parametrize("layout", ALL, ids=name)
 @pytest.mark.parametrize("n, k", GRIDS)
 def test_codes_lie_where_the_docstring_says_and_come_back(layout, n, k):
     codes = torch.randint(0, 1 << layout.bits, (n, k), dtype=torch.uint8)
@@ -37,7 +49,7 @@ def test_codes_lie_where_the_docstring_says_and_come_back(layout, n, k):
         assert by_the_docstring(weight, layout, k, row, at) == codes[row, at]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+@pytest.mark.parametrize("layout", ALL, ids=name)
 @pytest.mark.parametrize("n, k", GRIDS)
 def test_stored_tensors_have_the_stated_shapes_and_bytes(layout, n, k):
     weight, scale, zero = random_packed(layout, n, k)
@@ -54,7 +66,7 @@ def test_bytes_are_the_arithmetic_of_bits_where_nothing_is_padded():
         assert Layout(bits, -1, False).bytes(n, k) == codes + n * 4 + n
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+@pytest.mark.parametrize("layout", [lay for lay in ALL if _plain_scales(lay)], ids=name)
 def test_dequantize_is_scale_times_code_minus_zero(layout):
     n, k = 37, 200
     codes = random_codes(layout, n, k)
@@ -83,7 +95,36 @@ def test_dequantize_is_scale_times_code_minus_zero(layout):
     assert torch.equal(got, value * scale.float()[:, group_of])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+def by_the_scales_docstring(
+    packed: torch.Tensor, layout: Layout, row: int, group: int
+) -> tuple[float, float]:
+    """Scale and minimum of one group of one row, read from the bytes as `super_scales` and `layouts` say."""
+    block, lane = packed[row // 16], row % 16
+    if layout.scale_dtype == "fp16_min":
+        return block[group, 0, lane].double().item(), block[group, 1, lane].double().item()
+    numbers, tile = (1, 16) if layout.scale_dtype == "super" else (2, 8)
+    start = group // tile * (32 * numbers + tile * 16 * numbers)
+    factors = block[start : start + 32 * numbers].clone().view(torch.float16).double()
+    at = start + 32 * numbers + group % tile * 16 * numbers + lane
+    if layout.scale_dtype == "super":
+        return (factors[lane] * block[at : at + 1].clone().view(torch.int8).double()).item(), 0.0
+    return (factors[lane] * block[at]).item(), -(factors[16 + lane] * block[at + 16]).item()
+
+
+@pytest.mark.parametrize("layout", [lay for lay in ALL if not _plain_scales(lay)], ids=name)
+@pytest.mark.parametrize("k", [70, 200, 576])
+def test_what_files_keep_two_numbers_or_steps_for_is_what_the_docstrings_say(layout, k):
+    n = 37
+    codes, scale = random_codes(layout, n, k), random_scales(layout, n, layout.groups(k))
+    got = layouts.dequantize(layouts.pack_codes(codes, layout), scale, None, layout, n, k)
+    for row, at in zip(torch.randint(n, (40,)).tolist(), torch.randint(k, (40,)).tolist(), strict=True):
+        s, m = by_the_scales_docstring(scale, layout, row, at // layout.group)
+        code = codes[row, at].item()
+        exact = s * code + m if layout.has_minimum else s * (code - layout.zero)
+        assert got[row, at] == torch.tensor(exact, dtype=torch.float64).float()
+
+
+@pytest.mark.parametrize("layout", ALL, ids=name)
 def test_gathered_rows_equal_the_dequantized_matrix(layout):
     n, k = 37, 70
     packed = random_packed(layout, n, k)
@@ -94,7 +135,7 @@ def test_gathered_rows_equal_the_dequantized_matrix(layout):
 
 
 def test_chunks_never_cross_a_group():
-    for layout in LAYOUTS:
+    for layout in ALL:
         at = 0
         for start, stop in layout.chunks(576):
             longest = 576 if layout.act == "token" else layouts.ACT_CHUNK[layout.act_bits]
@@ -108,7 +149,9 @@ def test_chunks_never_cross_a_group():
 @pytest.mark.parametrize(
     "bad, word",
     [
-        ({"bits": 5}, "bits=5"),
+        ({"bits": 7}, "bits=7"),
+        ({"bits": 4, "scale_dtype": "fp16_min", "symmetric": False}, "a minimum goes with"),
+        ({"bits": 8, "scale_dtype": "super_min"}, "a minimum goes with"),
         ({"bits": 4, "group": 0}, "group=0"),
         ({"bits": 4, "group": True}, "group=True"),
         ({"bits": 4, "group": -2}, "group=-2"),
@@ -131,5 +174,5 @@ def test_a_layout_refuses_what_it_cannot_be(bad, word):
 
 
 def test_a_layout_survives_its_text():
-    for layout in LAYOUTS:
+    for layout in ALL:
         assert Layout.parse(layout.text) == layout
