@@ -14,6 +14,7 @@ import typer
 
 from hfaccel.commands.bench import bench
 from hfaccel.commands.evaluate import evaluate
+from hfaccel.commands.export import export
 from hfaccel.commands.terminal import (
     AsJson,
     Model,
@@ -223,6 +224,7 @@ def report(
 
 app.command("eval")(evaluate)
 app.command()(bench)
+app.command()(export)
 
 
 @app.command()
