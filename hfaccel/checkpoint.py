@@ -49,8 +49,8 @@ from hfaccel.compat import WRAPPED, offload_place, plain_name
 from hfaccel.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from hfaccel.patch import State
     from hfaccel.recipe import PatchConfig
+    from hfaccel.state import State
     from hfaccel_kernels.layouts import Layout
 
 METHOD = "hfaccel"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,10 @@ from hfaccel.checkpoint import (
 from hfaccel.errors import CheckpointError
 
 register_quantization_config(METHOD)(SavedConfig)
+
+# Set while tensors come from another format's file (`formats`): what checks them against the model, which is
+# as its class made it, on the meta device. None: they come from a folder of ours.
+FOREIGN: ContextVar[Callable[[nn.Module], None] | None] = ContextVar("hfaccel_foreign", default=None)
 
 
 @register_quantizer(METHOD)
@@ -88,11 +93,14 @@ class Loading:
     # Before weights: modules, ties, files ------------------------------------------------------------------
 
     def before(self, files: list[str] | None) -> None:
-        if not files:
+        check = FOREIGN.get()
+        if check is not None:
+            check(self.model)
+        elif not files:
             raise CheckpointError(
                 "state_dict=: a packed model is loaded from its folder, or by load_state_dict"
             )
-        if not all(file.endswith(".safetensors") for file in files):
+        elif not all(file.endswith(".safetensors") for file in files):
             raise CheckpointError(f"{files[0]}: packed models are safetensors files")
         rename = self._names()
 
@@ -111,7 +119,8 @@ class Loading:
                 self._swap(name, module)
         expected = self._expected(dtypes)
         tied = {target: source for target, source in tied.items() if {target, source} <= set(expected)}
-        check_files(files, {n: want for n, want in expected.items() if n not in tied}, rename)
+        if check is None:
+            check_files(files, {n: want for n, want in expected.items() if n not in tied}, rename)
         self._tie(tied)
 
     def _names(self) -> Callable[[str], str | None]:
@@ -137,9 +146,9 @@ class Loading:
                 module._buffers[leaf] = module._buffers[leaf].to(dtype)
 
     def _swap(self, name: str, packed: Packed) -> None:
-        from hfaccel.patch import tensor_bytes
         from hfaccel.quant.linear import is_fused_experts, is_packed, show_as_int8
         from hfaccel.quant.packing import skeleton, unpackable
+        from hfaccel.swap import tensor_bytes
 
         original = _module(self.model, name, name)
         if is_packed(original):  # one module under two names, swapped under the first
@@ -201,9 +210,10 @@ class Loading:
     # After weights: ties, state ----------------------------------------------------------------------------
 
     def after(self) -> None:
-        from hfaccel.patch import State, settle
         from hfaccel.quant.linear import is_packed
         from hfaccel.sites import check_materialized
+        from hfaccel.state import State
+        from hfaccel.swap import settle
 
         for parent, key, module in self.doubles:
             setattr(parent, key, module)
@@ -224,7 +234,7 @@ class Loading:
         self.model._hfaccel = state
 
     def _records(self) -> list:
-        from hfaccel.patch import tensor_bytes
+        from hfaccel.swap import tensor_bytes
         from hfaccel.transform import Record
 
         out, seen = [], set()

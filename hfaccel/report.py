@@ -12,7 +12,7 @@ from torch import nn
 from hfaccel.transform import Record
 
 if TYPE_CHECKING:
-    from hfaccel.patch import State
+    from hfaccel.state import State
 
 
 @dataclass

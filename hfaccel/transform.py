@@ -1,7 +1,7 @@
 """The one abstraction: a transform says what it wants to change, checks that it can, and changes one site.
 
-The driver (`patch.py`) walks the model, matches targets, feeds observers, swaps modules, records and undoes;
-a transform never touches the model outside of the site it is given.
+The driver (`patch.py`, `swap.py`) walks the model, matches targets, feeds observers, swaps modules, records
+and undoes; a transform never touches the model outside of the site it is given.
 """
 
 from __future__ import annotations

@@ -23,11 +23,11 @@ settings.load_profile("hfaccel")
 # Files that stand on transformers itself: run against the oldest supported one too (`make test-oldest`).
 TESTS = Path(__file__).parent
 OLDEST = """
-    cache/test_paged generate/test_checks generate/test_ends generate/test_gate
+    cache/test_paged quant/test_head generate/test_checks generate/test_ends generate/test_gate
     generate/test_loop generate/test_masks generate/test_mixin generate/test_sampling
     runtime/test_choice runtime/test_native runtime/test_runner test_anatomy test_checkpoint
-    test_classes test_compile test_encoders test_families test_loading test_patch test_peft test_registration
-    test_saving test_trainer
+    test_classes test_compile test_encoders test_families test_journal test_loading test_patch test_peft
+    test_registration test_report test_saving test_sites test_state test_swap test_trainer
 """.split()
 
 
@@ -46,3 +46,21 @@ def pytest_report_header():
 def _seed():
     """Random weights and inputs repeat, whatever ran before."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def spill(tmp_path, monkeypatch):
+    """A folder of its own for the originals of models that come from no checkpoint."""
+    folder = tmp_path / "spill"
+    monkeypatch.setenv("HFACCEL_SPILL_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with a tiny Llama."""
+    from tiny import tiny
+
+    folder = tmp_path / "saved"
+    tiny("TL", num_hidden_layers=2).save_pretrained(folder)
+    return folder

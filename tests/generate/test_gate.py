@@ -12,6 +12,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 import hfaccel
+from hfaccel import swap
 from hfaccel.errors import PatchError
 from hfaccel.generate import gate, mixin
 from tiny import ids, tiny
@@ -112,7 +113,7 @@ def test_a_generate_that_starts_meanwhile_waits_and_sees_the_result(executor, ch
         assert threads[0][0].is_alive()  # it waits
 
     if change in ("patch", "failure"):
-        real = hfaccel.patch.__globals__["settle"]
+        real = swap.settle
 
         def settle(*args, **kwargs):
             meanwhile()
@@ -120,7 +121,7 @@ def test_a_generate_that_starts_meanwhile_waits_and_sees_the_result(executor, ch
                 raise RuntimeError("in the middle")
             return real(*args, **kwargs)
 
-        monkeypatch.setitem(hfaccel.patch.__globals__, "settle", settle)
+        monkeypatch.setattr(swap, "settle", settle)
         try:
             hfaccel.patch(model, "int2", progress=False)
         except RuntimeError:
