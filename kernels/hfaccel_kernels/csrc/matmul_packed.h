@@ -91,6 +91,7 @@ static inline __attribute__((always_inline)) void step_dots(const uint8_t* data,
     for (int line = 0; line < Step<FORMAT>::bytes; line += 64) HFA_PREFETCH(data + kAhead + line);
     constexpr int bits = Step<FORMAT>::bits;
     Step<FORMAT>::run(data, [&](int quad, const Vb& line) __attribute__((always_inline)) {
+#pragma GCC unroll 12
         for (int t = 0; t < T; ++t) {
             const int8_t* x = codes + t / 3 * (3 * ldq) + t % 3 * ldq + quad * 4;  // four pointers and one stride do
             dots[t] = bits == 8 ? dot8(dots[t], line, x) : dot4(dots[t], line, x);
@@ -114,6 +115,7 @@ static inline void block_dot(const HfaWeight* w, const uint8_t* data, const void
     const int64_t ldq = acts->ldq, lds = acts->lds;
     const int64_t group = w->group < 0 || w->group > w->k ? w->k : w->group;
     Vf acc[T];
+#pragma GCC unroll 12
     for (int t = 0; t < T; ++t) acc[t] = splat(0.0f);
     for (int64_t start = 0, g = 0; start < w->k; start += group, ++g) {
         const int64_t length = w->k - start < group ? w->k - start : group;
@@ -121,6 +123,7 @@ static inline void block_dot(const HfaWeight* w, const uint8_t* data, const void
         const Vi zw = ASYM ? load_u8(zero + g * 16) - splat_i(shift) : splat_i(0);
         for (int64_t left = length; left > 0; left -= kChunk) {
             Vi dots[T], lows[T];
+#pragma GCC unroll 12
             for (int t = 0; t < T; ++t) {
                 // -zero * sum, to which the dots are added
                 const Vi sum = splat_i(minus[t * lds]);
@@ -149,6 +152,7 @@ static inline void block_dot(const HfaWeight* w, const uint8_t* data, const void
                 }
                 codes += (left + 31) / 32 * 32;
             }
+#pragma GCC unroll 12
             for (int t = 0; t < T; ++t) {
                 const Vi exact = WIDE ? shift_left<7>(dots[t]) + lows[t] : dots[t];
                 acc[t] = fma(to_float(exact), sw * splat(xs[t * lds]), acc[t]);
@@ -157,6 +161,7 @@ static inline void block_dot(const HfaWeight* w, const uint8_t* data, const void
             ++minus;
         }
     }
+#pragma GCC unroll 12
     for (int t = 0; t < T; ++t) out[t] = acc[t];
 }
 
@@ -167,6 +172,7 @@ static inline void token_dot(const HfaWeight* w, const uint8_t* data, const void
     using S = Step<8>;
     const int8_t* codes = acts->codes + token * acts->ldq;
     Vi dots[T];
+#pragma GCC unroll 12
     for (int t = 0; t < T; ++t) {
         const Vi sum = splat_i(acts->minus_sums[(token + t) * acts->lds]);
         dots[t] = kCode8Zero ? shift_left<7>(sum) : splat_i(0);
@@ -175,6 +181,7 @@ static inline void token_dot(const HfaWeight* w, const uint8_t* data, const void
     for (int64_t at = 0; at < w->k; at += S::k, data += S::bytes)
         step_dots<8, false, T>(data, codes + at, acts->ldq, 0, dots, nullptr);
     const Vf sw = load_as(scale, 0, w->scale_dtype);
+#pragma GCC unroll 12
     for (int t = 0; t < T; ++t) out[t] = to_float(dots[t]) * (sw * splat(acts->scales[(token + t) * acts->lds]));
 }
 
@@ -184,12 +191,14 @@ static inline void float_dot(const HfaWeight* w, const uint8_t* data, const void
     const float* x = reinterpret_cast<const float*>(acts->codes + token * acts->ldq);
     const int64_t ldx = acts->ldq / 4;
     Vf low[T], high[T];  // rows 0 to 7 and 8 to 15, two sums of each
+#pragma GCC unroll 12
     for (int t = 0; t < T; ++t) low[t] = high[t] = splat(0.0f);
 #pragma GCC unroll 2
     for (int64_t at = 0; at < w->k; at += 4, data += 64) {
         HFA_PREFETCH(data + 2 * kAhead);  // 117 against 128 us for 1536 x 576 out of memory; integers gain nothing
         Vf line[4];
         fp8_line<E5M2>(data, line);
+#pragma GCC unroll 12
         for (int t = 0; t < T; ++t) {
             const float* quad = x + t / 3 * (3 * ldx) + t % 3 * ldx + at;
             const Vf even = splat2(quad), odd = splat2(quad + 2);
@@ -200,6 +209,7 @@ static inline void float_dot(const HfaWeight* w, const uint8_t* data, const void
         }
     }
     const Vf sw = load_as(scale, 0, w->scale_dtype) * splat(E5M2 ? 1.0f : 256.0f);
+#pragma GCC unroll 12
     for (int t = 0; t < T; ++t)
         out[t] = add_pairs(low[t], high[t]) * (sw * splat(acts->scales[(token + t) * acts->lds]));
 }

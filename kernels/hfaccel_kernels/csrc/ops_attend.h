@@ -118,14 +118,7 @@ static inline int64_t attend_blocks(const AttendArgs& a, const Scratch& scratch,
             const int left = each - r % each, n = left < kSubRows ? left : kSubRows;
             const int64_t *slots = slot_of + r, *of = head_of + r;
             const float* q = scratch.q + r * d;
-            switch (n) {
-                case 6: block_rows<6>(a, tiles, b, here, block * kKeys, slots, of, q, direct, m, l); break;
-                case 5: block_rows<5>(a, tiles, b, here, block * kKeys, slots, of, q, direct, m, l); break;
-                case 4: block_rows<4>(a, tiles, b, here, block * kKeys, slots, of, q, direct, m, l); break;
-                case 3: block_rows<3>(a, tiles, b, here, block * kKeys, slots, of, q, direct, m, l); break;
-                case 2: block_rows<2>(a, tiles, b, here, block * kKeys, slots, of, q, direct, m, l); break;
-                default: block_rows<1>(a, tiles, b, here, block * kKeys, slots, of, q, direct, m, l); break;
-            }
+            block_rows(n, a, tiles, b, here, block * kKeys, slots, of, q, direct, m, l);
             if (size == 1) {
                 finish(r, n, m, l, tiles.part);
             } else {

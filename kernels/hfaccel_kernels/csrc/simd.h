@@ -9,7 +9,8 @@
 //   fp8_line<E5M2>(p, out)   a line of float8 as fp16 arithmetic has it (e4m3: 2^-8 times the value): lanes 2r, 2r + 1
 //                            hold codes 0, 2 of rows r (out[0]) and 8 + r (out[1]), codes 1, 3 (out[2], out[3])
 //   add_pairs(a, b)          lanes 2r + (2r + 1) of a, then of b; splat2(p): p[0], p[1], p[0], ...
-//   kTileTokens              tokens whose accumulators fit the registers; kPlainRows x kPlainTokens likewise
+//   kTileTokens              tokens whose accumulators fit the registers; kPlainTokens of unpacked weights and kSubRows
+//                            query rows likewise
 //   kUnroll                  steps of a packed weight that few tokens unroll
 #pragma once
 

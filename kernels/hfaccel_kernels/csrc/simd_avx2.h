@@ -14,6 +14,7 @@ struct Vb { __m256i a, b; };
 constexpr int kTileTokens = 2;
 constexpr int kUnroll = 16;
 constexpr int kPlainTokens = 1;
+constexpr int kSubRows = 6;
 constexpr int kCode8Zero = 0;  // codes8 leaves them signed
 
 static inline Vf splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }

@@ -11,6 +11,7 @@ struct Vb { __m512i v; };
 constexpr int kTileTokens = 12;
 constexpr int kUnroll = 16;
 constexpr int kPlainTokens = 6;
+constexpr int kSubRows = 6;
 constexpr int kCode8Zero = 128;  // vpdpbusd takes the codes unsigned
 
 static inline Vf splat(float x) { return {_mm512_set1_ps(x)}; }
@@ -96,10 +97,11 @@ static inline Vb nf4(Vb nibbles) {
     alignas(16) static constexpr uint8_t levels[16] = {HFA_NF4_LEVELS(128)};
     return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)levels)), nibbles.v)};
 }
-static inline Vi dot4(Vi acc, Vb codes, const int8_t* quad) {
-    int32_t q;
-    memcpy(&q, quad, 4);
-    return {_mm512_dpbusd_epi32(acc.v, codes.v, _mm512_set1_epi32(q))};
+// By hand: GCC 12 loads the broadcast into a register of its own and copies every sum before and after.
+static inline __attribute__((always_inline)) Vi dot4(Vi acc, Vb codes, const int8_t* quad) {
+    typedef int32_t __attribute__((may_alias)) Quad;
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(codes.v), "m"(*(const Quad*)quad));
+    return acc;
 }
 static inline Vi dot8(Vi acc, Vb codes, const int8_t* quad) { return dot4(acc, codes, quad); }
 

@@ -13,6 +13,7 @@ struct Vb { uint8x16_t v[4]; };
 constexpr int kTileTokens = 4;
 constexpr int kUnroll = 16;
 constexpr int kPlainTokens = 1;
+constexpr int kSubRows = 6;
 constexpr int kCode8Zero = 0;  // codes8 leaves them signed
 
 #define HFA_EACH for (int i = 0; i < 4; ++i)

@@ -11,6 +11,7 @@ struct Vb { uint8_t v[64]; };
 constexpr int kTileTokens = 1;  // and no unrolling: two thirds of the compile time, and no slower
 constexpr int kUnroll = 1;
 constexpr int kPlainTokens = 1;
+constexpr int kSubRows = 1;
 constexpr int kCode8Zero = 0;  // codes8 leaves them signed
 
 #define HFA_EACH for (int l = 0; l < 16; ++l)

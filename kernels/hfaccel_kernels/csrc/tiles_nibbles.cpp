@@ -1,0 +1,11 @@
+// Tiles of 4-bit codes.
+#include "tiles.h"
+
+namespace hfa {
+
+TileFns int4_tiles(bool asym, bool wide) { return integer_tiles<4>(asym, wide); }
+TileFns nf4_tiles(bool wide) {
+    return wide ? tiles<Integers<kNf4, false, true>>() : tiles<Integers<kNf4, false, false>>();
+}
+
+}  // namespace hfa
