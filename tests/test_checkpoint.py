@@ -191,9 +191,9 @@ def damaged(*path, value):
         (damaged("packed", value="int4"), CheckpointError, "packed"),
         (damaged("packed", 0, "kind", value="conv"), CheckpointError, "'conv'; known are linear"),
         (
-            damaged("packed", 0, "layout", "bits", value=5),
+            damaged("packed", 0, "layout", "bits", value=7),
             CheckpointError,
-            r"bits=5: known are \[2, 3, 4, 8\]",
+            r"bits=7: known are \[2, 3, 4, 5, 6, 8\]",
         ),
         (damaged("packed", 0, "layout", "group", value=0), CheckpointError, "group=0"),
         (damaged("packed", 0, "layout", "shape", value=1), CheckpointError, "shape"),

@@ -241,7 +241,7 @@ def group_of(record, name):
     [
         (lambda r: r.update(format=2), "format 2; this hfaccel reads formats up to 1"),
         (lambda r: r["transforms"].append({"name": "gtpq"}), "'gtpq'; known are .*int"),
-        (lambda r: group_of(r, UP)["layout"].update(bits=5), "bits=5: known are"),
+        (lambda r: group_of(r, UP)["layout"].update(bits=9), "bits=9: known are"),
         (lambda r: group_of(r, UP)["layout"].update(bits=2), r"mlp.*\.weight.* the record says torch.uint8"),
         (lambda r: group_of(r, UP)["modules"].update({UP: "64x176"}), f"{UP}: the record says linear 64x176"),
         (lambda r: group_of(r, UP)["modules"].pop(UP), rf"{UP}\.weight in .* is U8|{UP}.weight_scale"),
