@@ -45,6 +45,7 @@ def write(
     output: str | Path,
     *,
     calibration: Any = None,
+    importance: dict[str, Tensor] | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Write `model` as a GGUF file.
@@ -54,6 +55,7 @@ def write(
             runs on token ids alone.
         variant: a name of `gguf_mix.VARIANTS`, in any case.
         calibration: as `patch` takes it: errors are weighed by the inputs they meet. None weighs nothing.
+        importance: what `importance.input_squares` gave, in place of calibration.
     Returns: the file's path, size and variant, and how many tensors have which type.
     Raises: PatchError, before anything is written, for a type, an architecture, a config or a tokenizer that
         such files have no place for, and for a place that cannot be written; while writing, for values beyond
@@ -75,11 +77,11 @@ def write(
         metadata["tokenizer.ggml.model"] = "none"
     else:
         metadata |= gguf_vocab.metadata_of(tokenizer, rows) | _other_end(model, tokenizer)
-    weights: dict[str, Tensor] = {}
-    if calibration is not None and variant not in ("F32", "F16", "BF16", "Q8_0"):
+    weights = dict(importance or {})
+    if importance is None and calibration is not None and variant not in ("F32", "F16", "BF16", "Q8_0"):
         weights = input_squares(model, calibration, tokenizer, f"gguf:{variant}", progress=progress)
-        if "output.weight" not in heads and "lm_head.weight" in weights:
-            weights[_name_of(entries, "token_embd.weight")] = weights["lm_head.weight"]
+    if "output.weight" not in heads and "lm_head.weight" in weights:
+        weights[_name_of(entries, "token_embd.weight")] = weights["lm_head.weight"]
     for entry in entries:
         entry.kind = gguf_mix.tensor_type(
             variant,
