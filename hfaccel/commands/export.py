@@ -48,7 +48,8 @@ def export(
 
     \b
     hfaccel export demo --format gptq -o demo-gptq
-    hfaccel patch demo -o packed --recipe gptq4-sym && hfaccel export packed --format compressed-tensors -o out
+    hfaccel patch demo -o packed --recipe gptq4-sym
+    hfaccel export packed --format compressed-tensors -o out
     """
     import hfaccel
     from hfaccel.errors import PatchError

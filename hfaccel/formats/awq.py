@@ -10,7 +10,7 @@ A quantized linear `m` with weight [N, K] has
 
 A word holds its eight values in the order 0, 2, 4, 6, 1, 3, 5, 7, lowest bits first. config.json says under
 "quantization_config": quant_method "awq", version "gemm", bits 4, group_size, zero_point true and
-modules_to_not_convert, the names of the linears that are left in float. A symmetric grid has the zero point 8.
+modules_to_not_convert, the names of the linears that are left in float. A symmetric grid has zeros of 8.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def write(
     calibration: Any = None,
     progress: bool = True,
 ) -> None:
-    """Write an AWQ folder. An unpatched model is rounded as `awq4`, in the largest group of 128, 64 and 32 that
-    divides every row.
+    """Write an AWQ folder. An unpatched model is rounded as `awq4`, in the largest group of 128, 64 and 32
+    that divides every row.
 
     Raises: PatchError for grids that the format does not have, naming a module.
     """
@@ -56,10 +56,11 @@ def write(
         group, _ = Counter(groups.values()).most_common(1)[0]
         for name, module in linears.items():
             (n, k), layout = module.size, module.layout
-            if layout.code != "int" or layout.bits != BITS or layout.group != group:
+            fits = layout.code == "int" and layout.bits == BITS and not layout.has_minimum
+            if not fits or layout.group != group:
                 raise PatchError(
-                    f"{name}: {module.extra_repr()}; an awq folder holds integers of 4 bits, all in one group "
-                    f"size (most here are in {group})"
+                    f"{name}: {module.extra_repr()}; an awq folder holds integers of 4 bits, all in one size "
+                    f"of group (most here are in {group})"
                 )
             if n % 8 or k % layout.group_len(k):
                 raise PatchError(

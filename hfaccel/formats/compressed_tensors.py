@@ -87,7 +87,7 @@ def _variant(scheme: dict[str, Any]) -> str:
 
 def _scheme(name: str, module: QuantLinear) -> dict[str, Any]:
     """A config group, without targets. Raises: PatchError for what the format does not have."""
-    layout, (n, k) = module.layout, module.size
+    layout, k = module.layout, module.size[1]
     acts = None
     if layout.code == "e4m3":
         format, acts = FLOAT, _args(8, "float", strategy="token", dynamic=True)
@@ -97,7 +97,7 @@ def _scheme(name: str, module: QuantLinear) -> dict[str, Any]:
             INT,
             _args(8, "int", **(static if layout.static else {"strategy": "token", "dynamic": True})),
         )
-    elif layout.code == "int" and layout.bits in BITS:
+    elif layout.code == "int" and layout.bits in BITS and not layout.has_minimum:
         format = PACKED
     else:
         raise PatchError(

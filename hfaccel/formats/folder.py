@@ -2,8 +2,8 @@
 
 The twin is a model of the same class on the meta device. Its parameters become the tensors that are to be
 written - packed ones dequantized, adapters merged - and in packed formats some of its linears become modules
-that hold a file's tensors under the file's names. `save_pretrained` of transformers writes it, so names, ties,
-shards, generation config and the shapes of experts are what any other model's are.
+that hold a file's tensors under the file's names. `save_pretrained` of transformers writes it, so names,
+ties, shards, generation config and the shapes of experts are what any other model's are.
 """
 
 from __future__ import annotations
@@ -236,8 +236,8 @@ def float_tensors(model: nn.Module, twin: nn.Module, skip: set[str], cast: Cast)
 def tensor_makers(
     model: nn.Module, twin: nn.Module, skip: Collection[str] = ()
 ) -> Iterator[tuple[str, tuple, Any, Callable[[], Tensor]]]:
-    """Of every tensor but the weights of `skip`: plain name, what is equal where tensors are shared, what that
-    is the identity of (of a matrix its module and what adapters add), and what makes the tensor."""
+    """Of every tensor but the weights of `skip`: plain name, what is equal where tensors are shared, what
+    that is the identity of (of a matrix its module and what adapters add), and what makes the tensor."""
     for name, module in model.named_modules(remove_duplicate=False):
         if in_adapter(model, name):
             continue
@@ -313,8 +313,8 @@ def _effective(model: nn.Module, name: str, module: nn.Module) -> tuple[nn.Modul
 
     if type(wrapper) not in (Linear, Embedding, PackedLinear, PackedEmbedding):
         raise PatchError(
-            f"{place}: a {type(wrapper).__module__}.{type(wrapper).__name__} cannot be merged on the way; call "
-            "merge_and_unload() first"
+            f"{place}: a {type(wrapper).__module__}.{type(wrapper).__name__} cannot be merged on the way; "
+            "call merge_and_unload() first"
         )
     weight = bias = None
     matrices = wrapper.lora_embedding_A if isinstance(wrapper, Embedding) else wrapper.lora_A

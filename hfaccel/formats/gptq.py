@@ -3,8 +3,8 @@
 A quantized linear `m` with weight [N, K] and G = ceil(K / group_size) groups has
 
     m.qweight  int32 [K / 32 * bits, N]   codes packed along K (`words.py`)
-    m.qzeros   int32 [G, N / 32 * bits]   zero points packed along N; "gptq" (v1) stores zero - 1 and its readers
-                                          add one, "gptq_v2" stores zero
+    m.qzeros   int32 [G, N / 32 * bits]   zero points packed along N; "gptq" (v1) stores zero - 1, and its
+                                          readers add one; "gptq_v2" stores zero
     m.scales   float [G, N]
     m.g_idx    int32 [K]                  the group of each column
 
@@ -51,8 +51,8 @@ def write(
     calibration: Any = None,
     progress: bool = True,
 ) -> None:
-    """Write a GPTQ folder. An unpatched model is rounded as `gptq4-sym`, in the largest group of 128, 64 and 32
-    that divides every row.
+    """Write a GPTQ folder. An unpatched model is rounded as `gptq4-sym`, in the largest group of 128, 64 and
+    32 that divides every row.
 
     Args:
         variant: "v1" (the default) or "v2".
@@ -67,16 +67,17 @@ def write(
             raise PatchError("gptq: no linear of this model is quantized")
         matrices: dict[str, Matrix] = {}
         for name, module in linears.items():
-            if module.layout.code != "int" or module.layout.act != "chunk":
+            layout = module.layout
+            if layout.code != "int" or layout.act != "chunk" or layout.has_minimum or layout.bits not in BITS:
                 raise PatchError(
                     f"{name}: {module.extra_repr()}; gptq files hold integers of 2, 3, 4 or 8 bits"
                 )
             n, k = module.size
-            values = words.period(module.layout.bits)[0]
+            values = words.period(layout.bits)[0]
             if n % values or k % values:
                 raise PatchError(
-                    f"{name} is {n}x{k}: gptq files pack {values} values of {module.layout.bits} bits, in rows "
-                    "and columns; leave it out of the recipe's targets"
+                    f"{name} is {n}x{k}: gptq files pack {values} values of {layout.bits} bits, in rows and "
+                    "columns; leave it out of the recipe's targets"
                 )
             matrices[name] = Matrix.of(module)
         format = FORMATS[variant or "v1"]

@@ -33,8 +33,8 @@ def quantized(
         return
     if getattr(model, "_hfaccel", None) is not None:
         raise PatchError(
-            f"this model is patched with {model._hfaccel.config.describe()!r}, which packs no weights; unpatch "
-            "it first, and it is quantized while it is written"
+            f"this model is patched with {model._hfaccel.config.describe()!r}, which packs no weights; "
+            "unpatch it first, and it is quantized while it is written"
         )
     parts = anatomy(model)
     names = [name for name in default_sites(parts) if name != parts.head]
