@@ -23,11 +23,12 @@ settings.load_profile("hfaccel")
 # Files that stand on transformers itself: run against the oldest supported one too (`make test-oldest`).
 TESTS = Path(__file__).parent
 OLDEST = """
-    cache/test_paged quant/test_head generate/test_checks generate/test_ends generate/test_gate
-    generate/test_loop generate/test_masks generate/test_mixin generate/test_sampling
-    runtime/test_choice runtime/test_native runtime/test_runner test_anatomy test_checkpoint
-    test_classes test_compile test_encoders test_families test_journal test_loading test_patch test_peft
-    test_registration test_report test_saving test_sites test_state test_swap test_trainer
+    cache/test_paged generate/test_checks generate/test_ends generate/test_gate generate/test_loop
+    generate/test_masks generate/test_mixin generate/test_sampling lora/test_packed quant/test_head
+    runtime/test_choice runtime/test_graphs runtime/test_native runtime/test_native_runs runtime/test_runner
+    test_anatomy test_checkpoint test_classes test_compile test_encoders test_families test_journal
+    test_loading test_patch test_peft test_registration test_report test_saving test_sites test_state
+    test_swap test_trainer
 """.split()
 
 
