@@ -8,12 +8,14 @@ from __future__ import annotations
 import copy
 import dis
 import inspect
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 
 from torch import nn
 
@@ -62,6 +64,37 @@ def checkpoint_file(model: nn.Module, place: str, name: str) -> str | None:
     except HFValidationError:  # a name that is no hub id
         return None
     return found if isinstance(found, str) else None
+
+
+def weight_files(path: str, hub: dict) -> list[str]:
+    """The safetensors files of a folder or hub id, on this disk. Raises: PatchError if there are none."""
+    from transformers.utils.hub import cached_file
+
+    known = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+    given = {key: hub[key] for key in known if key in hub}
+
+    def find(name: str) -> str | None:
+        return cached_file(
+            path,
+            name,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            **given,
+        )
+
+    if (single := find("model.safetensors")) is not None:
+        return [single]
+    if (index := find("model.safetensors.index.json")) is not None:
+        names = sorted(set(json.loads(Path(index).read_text("utf-8"))["weight_map"].values()))
+        files = [find(Path(name).name) for name in names]
+        if None in files:
+            raise PatchError(f"{path}: {names[files.index(None)]} is missing")
+        return files
+    others = sorted(Path(path).glob("*.safetensors")) if os.path.isdir(path) else []
+    if len(others) != 1:
+        raise PatchError(f"{path} has no model.safetensors")
+    return [str(others[0])]
 
 
 def check_unquantized(model: nn.Module) -> None:

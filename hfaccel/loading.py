@@ -32,7 +32,8 @@ from hfaccel.errors import CheckpointError
 register_quantization_config(METHOD)(SavedConfig)
 
 # Set while tensors come from another format's file (`formats`): what checks them against the model, which is
-# as its class made it, on the meta device. None: they come from a folder of ours.
+# as its class made it, on the meta device. Where it has `converts`, names are those of the class's files,
+# which transformers translates. None: they come from a folder of ours.
 FOREIGN: ContextVar[Callable[[nn.Module], None] | None] = ContextVar("hfaccel_foreign", default=None)
 
 
@@ -62,7 +63,7 @@ class Quantizer(HfQuantizer):
     update_tp_plan = update_attn_implementation  # transformers 5.17 calls only this one
 
     def update_weight_conversions(self, weight_conversions: list, *args: Any) -> list:
-        return []
+        return weight_conversions if getattr(FOREIGN.get(), "converts", False) else []
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor] | None, dict]:
         if getattr(model, "_hf_peft_config_loaded", False):  # transformers saves the adapter alone then

@@ -57,6 +57,13 @@ def from_pretrained(
         check_folder(path_or_id, hf_kwargs)
     hub = {key: hf_kwargs[key] for key in _HUB if key in hf_kwargs} | ({"gguf_file": gguf} if gguf else {})
     config = hf_kwargs.get("config") or _config(path_or_id, hub)
+    if _may_be_foreign(config, path_or_id):
+        from hfaccel.formats.reading import load, method_of
+
+        if (record := method_of(config, path_or_id)) is not None:
+            asked = recipe if wanted is None else wanted
+            model_class = _model_class(config, hf_kwargs)
+            return load(path_or_id, config, record, model_class, asked, dtype=dtype, device=device, **hf_kwargs)
     stored = stored_patch(config)
     if stored is not None and recipe is not None and wanted != stored and _is_packed(config):
         raise AlreadyPatched(
@@ -105,6 +112,13 @@ def stored_patch(config: Any) -> PatchConfig | None:
             f"config.json: hfaccel is of format {runtime['format']!r}; this version reads up to {FORMAT}"
         )
     return parse_transforms(runtime["transforms"])
+
+
+def _may_be_foreign(config: Any, path: str) -> bool:
+    """Whether another quantizer may have written a folder."""
+    if getattr(config, "quantization_config", None) is not None:
+        return not _is_packed(config)
+    return (Path(path) / "quantize_config.json").is_file()
 
 
 def _is_packed(config: Any) -> bool:
