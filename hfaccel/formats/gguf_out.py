@@ -2,12 +2,8 @@
 
 Which type each tensor gets is said in `gguf_mix`, names and orders of rows in `gguf_names`, how blocks are
 rounded in `kquants`. A packed matrix whose grid is that of the type, or of the file's main type, is written
-code for code:
-
-    int8, groups of 32, symmetric, fp16 scales    Q8_0
-    int4, groups of 32, symmetric, fp16 scales    Q4_0
-
-Other packed matrices are dequantized first, and the log says how many. Adapters are merged on the way.
+code for code (`gguf_unpack`): what was loaded from a GGUF, int8 and symmetric int4 in groups of 32 with fp16
+scales. Other packed matrices are dequantized first, and the log says how many. Adapters are merged.
 
 The file is written tensor by tensor beside its place and moved there when it is complete.
 """
@@ -30,10 +26,10 @@ from torch import Tensor, nn
 from hfaccel.errors import PatchError, UnknownName, UnsupportedModel
 from hfaccel.formats import gguf_config, gguf_encode, gguf_mix, gguf_names, gguf_vocab, kquants
 from hfaccel.formats.folder import empty_twin, tensor_makers
+from hfaccel.formats.gguf_unpack import type_of, unpack_blocks
 from hfaccel.formats.importance import input_squares
 from hfaccel.progress import progress_bar
-from hfaccel.quant.linear import QuantEmbedding, QuantLinear, codes_of
-from hfaccel_kernels.layouts import Layout, unpack_scales
+from hfaccel.quant.linear import QuantEmbedding, QuantExperts, QuantLinear, is_packed
 
 log = logging.getLogger("hfaccel")
 
@@ -124,7 +120,8 @@ class _Entry:
     Attributes:
         shape: in the file, as torch has it, slowest first.
         make: the tensor as transformers has it.
-        packed: its module, where that is packed and nothing is added to it.
+        packed: its module, where that is packed and no adapter adds to it.
+        was_packed: its module is packed.
         kind: its type in the file.
         exact: what gives its blocks [N, bytes] without rounding, our order of rows; None where it is rounded.
     """
@@ -132,7 +129,7 @@ class _Entry:
     pair: gguf_names.Pair
     shape: tuple[int, ...]
     make: Callable[[], Tensor]
-    packed: QuantLinear | QuantEmbedding | None = None
+    packed: QuantLinear | QuantEmbedding | QuantExperts | None = None
     was_packed: bool = False
     kind: str = "F32"
     exact: Callable[[], Tensor] | None = None
@@ -158,28 +155,14 @@ def _entries(model: nn.Module, row: gguf_names.Architecture) -> list[_Entry]:
         if pair.name not in wanted:
             raise UnsupportedModel(f"{pair.name}: {type(twin).__name__} of this config has no such tensor")
         owner, delta = alive if isinstance(alive, tuple) else (None, None)
-        packed = isinstance(owner, QuantLinear | QuantEmbedding)
-        whole = packed and pair.name.endswith(".weight") and delta is None
-        out.append(
-            _Entry(
-                pair,
-                _file_shape(pair, tuple(wanted[pair.name].shape)),
-                make,
-                owner if whole else None,
-                was_packed=_was_packed(owner, pair.name),
-            )
-        )
+        packed = isinstance(owner, nn.Module) and is_packed(owner)
+        shape = _file_shape(pair, tuple(wanted[pair.name].shape))
+        out.append(_Entry(pair, shape, make, owner if packed and delta is None else None, packed))
     if missing := sorted(name for name in wanted if name not in found):
         raise PatchError(f"{missing[0]}: {type(twin).__name__} has it, this model does not")
     if extra := sorted(set(found) - used):
         raise UnsupportedModel(f"{extra[0]}: a GGUF {row.gguf} has no place for it")
     return out
-
-
-def _was_packed(owner: Any, name: str) -> bool:
-    from hfaccel.quant.linear import is_packed
-
-    return isinstance(owner, nn.Module) and is_packed(owner) and not name.endswith("bias")
 
 
 def _file_shape(pair: gguf_names.Pair, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -192,30 +175,25 @@ def _file_shape(pair: gguf_names.Pair, shape: tuple[int, ...]) -> tuple[int, ...
 
 def _keep_packed(entry: _Entry, variant: str) -> None:
     """Write a packed matrix as it is, where its type is what it would become or the file's main one."""
-    if entry.packed is None:
+    if (module := entry.packed) is None:
         return
-    kind = packed_type(entry.packed.layout, entry.packed.size[1])
-    if kind is not None and kind in (entry.kind, gguf_mix.VARIANTS[variant][0]):
-        entry.kind, module = kind, entry.packed
-        entry.exact = lambda: packed_blocks(module)
+    pair, layout = entry.pair, module.layout
+    kind = type_of(layout, entry.shape[-1])
+    if kind is None or kind not in (entry.kind, gguf_mix.VARIANTS[variant][0]):
+        return
+    entry.kind = kind
+    if not isinstance(module, QuantExperts):
+        scale = module.packed["weight_scale"]
+        entry.exact = lambda: unpack_blocks(module.packed["weight"], scale, layout, *module.size)
+        return
+    name = pair.name.rpartition(".")[2]
 
+    def experts() -> Tensor:
+        each = zip(getattr(module, name), getattr(module, f"{name}_scale"), strict=True)
+        blocks = torch.stack([unpack_blocks(*tensors, layout, *module.sizes[name]) for tensors in each])
+        return blocks if pair.half is None else blocks.chunk(2, 1)[pair.half]
 
-def packed_type(layout: Layout, width: int) -> str | None:
-    """The type whose blocks hold what a layout holds, in rows of `width`, or None."""
-    plain = layout.code == "int" and layout.symmetric and layout.scale_dtype == "fp16"
-    if plain and layout.group == 32 and width % 32 == 0:
-        return {8: "Q8_0", 4: "Q4_0"}.get(layout.bits)
-    return None
-
-
-def packed_blocks(module: QuantLinear | QuantEmbedding) -> Tensor:
-    """The blocks uint8 [N, bytes] of a packed matrix, for layouts that `packed_type` knows."""
-    layout, (n, _) = module.layout, module.size
-    codes = codes_of(module).view(-1, 32)
-    d = unpack_scales(module.packed["weight_scale"], layout, n).reshape(-1)
-    if layout.bits == 8:
-        return gguf_encode.q8_0((codes ^ 128).view(torch.int8), d).view(n, -1)
-    return gguf_encode.q4_0(codes, d).view(n, -1)
+    entry.exact = experts
 
 
 def _say_requantized(entries: list[_Entry]) -> None:
@@ -369,6 +347,3 @@ def _replacing(target: Path) -> Iterator[Path]:
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
-
-
-__all__ = ["packed_blocks", "packed_type", "write"]

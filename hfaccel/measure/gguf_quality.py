@@ -48,7 +48,7 @@ RANDOM = {
     "vocab_size": 2048,
     "tie_word_embeddings": False,
 }
-# Of matrices: tokens matter more than what layers add to them, or an error in the first would be all there is.
+# Of matrices: what layers add to a token is less than the token, or the first error would grow without end.
 GAINS = {"embed_tokens": 22.6, "o_proj": 0.3, "down_proj": 0.3, "lm_head": 2.5}
 WIDE_HIDDEN = 768
 CALIBRATION_TOKENS = 16 * 1024
