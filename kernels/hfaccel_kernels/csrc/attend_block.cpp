@@ -1,85 +1,85 @@
 // Scores, softmax and the sum of values of one block; how its keys and values come out of the pages.
 #include "attend_block.h"
 
+#include <type_traits>
+
 namespace hfa {
 namespace {
 
-inline void transpose16(Vi* r) {
-#if defined(HFA_ISA_AVX512)
-    __m512i a[16], b[16];
-    for (int i = 0; i < 16; i += 2) {
-        a[i] = _mm512_unpacklo_epi32(r[i].v, r[i + 1].v);
-        a[i + 1] = _mm512_unpackhi_epi32(r[i].v, r[i + 1].v);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
-        b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
-        b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
-        b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
-    }
-    for (int i = 0; i < 4; ++i) {  // b[4q + i]: in each 128-bit lane L, columns 4L + i of rows 4q .. 4q + 3
-        a[i] = _mm512_shuffle_i32x4(b[i], b[i + 4], 0x88);
-        a[i + 4] = _mm512_shuffle_i32x4(b[i], b[i + 4], 0xdd);
-        a[i + 8] = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0x88);
-        a[i + 12] = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 4; ++i) {
-        r[i].v = _mm512_shuffle_i32x4(a[i], a[i + 8], 0x88);
-        r[i + 8].v = _mm512_shuffle_i32x4(a[i], a[i + 8], 0xdd);
-        r[i + 4].v = _mm512_shuffle_i32x4(a[i + 4], a[i + 12], 0x88);
-        r[i + 12].v = _mm512_shuffle_i32x4(a[i + 4], a[i + 12], 0xdd);
-    }
-#else
-    int32_t in[16][16], out[16];
-    for (int i = 0; i < 16; ++i) store_i(in[i], r[i]);
-    for (int i = 0; i < 16; ++i) {
-        for (int j = 0; j < 16; ++j) out[j] = in[j][i];
-        r[i] = load_i(out);
-    }
-#endif
+constexpr int kGroup = 16;  // keys whose scores are one vector, lane 4g + v key 4g + v; made of four sums v of four keys g
+
+// Words of 4 bytes hold several channels. Of each 4 * per_word channels, step b takes b, per_word + b, 2 per_word + b ..
+template <int DTYPE> constexpr int per_word = DTYPE == HFA_F32 ? 1 : DTYPE == HFA_PAGES_I8 ? 4 : 2;
+
+inline int64_t score_steps(const HfaPages& p) {
+    const int64_t bytes = p.k_size * page_bytes(p.dtype);
+    return (bytes + 15) / 16 * (p.dtype == HFA_F32 ? 1 : p.dtype == HFA_PAGES_I8 ? 4 : 2);
 }
 
-template <int DTYPE> void load_keys_of(const HfaPages& p, const Block& b, int64_t g, float* kt) {
-    const int64_t size = p.k_size, bytes = page_bytes(DTYPE), step = p.kv_heads * size * bytes;
-    const uint8_t* base = static_cast<const uint8_t*>(p.k) + g * size * bytes;
-    for (int j = 0; j < b.count; j += 16) {
-        const uint8_t* row[16];
-        int64_t later[16];  // bytes to the same row of the next block, 0 where there is none
-        const int n = b.count - j < 16 ? b.count - j : 16;
-        for (int i = 0; i < n; ++i) row[i] = base + b.slot[j + i] * step;
-        for (int i = 0; i < n; ++i) later[i] = b.later(j + i) * step;
-        int64_t d = 0;
-#if defined(HFA_ISA_AVX512)
-        constexpr int kPerWord = DTYPE == HFA_BF16 ? 2 : DTYPE == HFA_PAGES_I8 ? 4 : 1;
-        // several channels move as one int32: fewer shuffles
-        for (; kPerWord > 1 && d + 16 * kPerWord <= size; d += 16 * kPerWord) {
-            Vi r[16];
-            for (int i = 0; i < n; ++i) HFA_PREFETCH_FAR(row[i] + d * bytes + later[i]);
-            for (int i = 0; i < 16; ++i)
-                r[i] = i < n ? load_i(reinterpret_cast<const int32_t*>(row[i] + d * bytes)) : splat_i(0);
-            transpose16(r);
-            for (int i = 0; i < 16; ++i) {
-                float* to = kt + (d + kPerWord * i) * kKeys + j;
-                if (DTYPE == HFA_BF16) {
-                    store(to, {_mm512_castsi512_ps(_mm512_slli_epi32(r[i].v, 16))});
-                    store(to + kKeys, from_bits(r[i] & splat_i((int32_t)0xffff0000)));
-                } else {
-                    const __m512i q = r[i].v;
-                    store(to, {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(q, 24), 24))});
-                    store(to + kKeys, {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(q, 16), 24))});
-                    store(to + 2 * kKeys, {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(q, 8), 24))});
-                    store(to + 3 * kKeys, {_mm512_cvtepi32_ps(_mm512_srai_epi32(q, 24))});
-                }
-            }
+template <int DTYPE, int B> inline Vf channel(Vi words) {
+    if constexpr (DTYPE == HFA_F32) return from_bits(words);
+    else if constexpr (DTYPE == HFA_F16) return half_words(B ? shift_right<16>(words) : words);
+    else if constexpr (DTYPE == HFA_PAGES_I8) return to_float(shift_right<24>(shift_left<24 - 8 * B>(words)));
+    else return from_bits(B ? words & splat_i((int32_t)0xffff0000) : shift_left<16>(words));
+}
+template <int DTYPE, class Each> inline void each_channel(const Vi* words, Each&& each) {
+    auto one = [&](auto b) __attribute__((always_inline)) {
+        Vf k[4];
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) k[v] = channel<DTYPE, decltype(b)::value>(words[v]);
+        each(decltype(b)::value, k);
+    };
+    one(std::integral_constant<int, 0>());
+    if constexpr (per_word<DTYPE> > 1) one(std::integral_constant<int, 1>());
+    if constexpr (per_word<DTYPE> > 2) {
+        one(std::integral_constant<int, 2>());
+        one(std::integral_constant<int, 3>());
+    }
+}
+
+// Where the keys of a block lie. Those that hold nothing read as the first of their group: their scores are masked.
+struct KeyRows {
+    const uint8_t* row[kKeys];
+    int64_t later[kKeys];  // bytes to the same row of the next block, 0 where there is none
+    int64_t bytes;
+    int count;
+
+    KeyRows(const HfaPages& p, const Block& b, int64_t g) : bytes(p.k_size * page_bytes(p.dtype)), count(b.count) {
+        const uint8_t* base = static_cast<const uint8_t*>(p.k) + g * bytes;
+        for (int j = 0; j < (count + kGroup - 1) / kGroup * kGroup; ++j) {
+            const int real = j < count ? j : j / kGroup * kGroup;
+            row[j] = base + b.slot[real] * p.kv_heads * bytes;
+            later[j] = b.later(real) * p.kv_heads * bytes;
         }
-#endif
-        for (; d < size; d += 16) {
-            const int left = size - d < 16 ? (int)(size - d) : 16;
-            Vi r[16];
-            for (int i = 0; i < n; ++i) HFA_PREFETCH_FAR(row[i] + d * bytes + later[i]);
-            for (int i = 0; i < 16; ++i) r[i] = i < n ? bits(load_page<DTYPE>(row[i], d, left)) : splat_i(0);
-            transpose16(r);
-            for (int i = 0; i < left; ++i) store(kt + (d + i) * kKeys + j, from_bits(r[i]));
+    }
+    // 16 bytes from `at` on of the keys of group j: words[v], lanes 4g .. 4g + 3, of key 4g + v; zeros behind the end.
+    inline __attribute__((always_inline)) void words(int j, int64_t at, Vi* out) const {
+        if (at % 64 == 0)
+#pragma GCC unroll 16
+            for (int i = 0; i < kGroup; ++i) HFA_PREFETCH_FAR(row[j + i] + at + later[j + i]);
+        if (__builtin_expect(at + 16 > bytes, 0)) return tail(j, at, out);
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v)
+            out[v] = load_quads(row[j + v] + at, row[j + 4 + v] + at, row[j + 8 + v] + at, row[j + 12 + v] + at);
+    }
+    __attribute__((noinline)) void tail(int j, int64_t at, Vi* out) const {
+        for (int v = 0; v < 4; ++v) {
+            uint8_t part[4][16] = {};
+            for (int g = 0; g < 4; ++g) memcpy(part[g], row[j + 4 * g + v] + at, bytes - at);
+            out[v] = load_quads(part[0], part[1], part[2], part[3]);
+        }
+    }
+};
+
+// kt[group, step, v, lane]: what page_scores has in registers.
+template <int DTYPE> void load_keys_of(const KeyRows& keys, float* kt) {
+    for (int j = 0; j < keys.count; j += kGroup) {
+        for (int64_t at = 0; at < keys.bytes; at += 16) {
+            Vi words[4];
+            keys.words(j, at, words);
+            each_channel<DTYPE>(words, [&](int, const Vf* k) __attribute__((always_inline)) {
+                for (int v = 0; v < 4; ++v, kt += 16) store(kt, k[v]);
+            });
         }
     }
 }
@@ -143,33 +143,55 @@ template <int DTYPE> struct PageValues {  // pages themselves, head sizes in who
     }
 };
 
-// Scores of N rows against V * 16 keys, before scale and mask: s[row, key].
-template <int N, int V>
-inline void score_tile(const float* q, int64_t ldq, const float* kt, int64_t size, float* s) {
-    Vf acc[N][V];
-    for (int r = 0; r < N; ++r)
-        for (int v = 0; v < V; ++v) acc[r][v] = splat(0.0f);
-    for (int64_t d = 0; d < size; ++d) {
-        Vf k[V];
-        for (int v = 0; v < V; ++v) k[v] = load(kt + d * kKeys + v * 16);
-        for (int r = 0; r < N; ++r) {
-            const Vf x = splat(q[r * ldq + d]);
-            for (int v = 0; v < V; ++v) acc[r][v] = fma(x, k[v], acc[r][v]);
+// Scores of N rows against a block, before scale and mask: s[row, key]. Each is four sums over the steps, one fma a
+// step, added (0 + 2) + (1 + 3).
+template <int N> void tile_scores(const float* q, int64_t ldq, const float* kt, int64_t steps, int count, float* s) {
+    for (int j = 0; j < count; j += kGroup) {
+        Vf acc[N][4];
+#pragma GCC unroll 6
+        for (int r = 0; r < N; ++r)
+#pragma GCC unroll 4
+            for (int v = 0; v < 4; ++v) acc[r][v] = splat(0.0f);
+        for (int64_t step = 0; step < steps; ++step, kt += 64) {
+            Vf k[4];
+#pragma GCC unroll 4
+            for (int v = 0; v < 4; ++v) k[v] = load(kt + v * 16);
+#pragma GCC unroll 6
+            for (int r = 0; r < N; ++r) {
+                const Vf x = splat4(q + r * ldq + step * 4);
+#pragma GCC unroll 4
+                for (int v = 0; v < 4; ++v) acc[r][v] = fma(x, k[v], acc[r][v]);
+            }
         }
+#pragma GCC unroll 6
+        for (int r = 0; r < N; ++r) store(s + r * kKeys + j, quad_sums(acc[r]));
     }
-    for (int r = 0; r < N; ++r)
-        for (int v = 0; v < V; ++v) store(s + r * kKeys + v * 16, acc[r][v]);
 }
 
-template <int N>
-inline void scores(const float* q, int64_t ldq, const float* kt, int64_t size, int count, float* s) {
-    if (count > 48) return score_tile<N, 4>(q, ldq, kt, size, s);
-    if (count > 16) {
-        score_tile<N, 2>(q, ldq, kt, size, s);
-        if (count > 32) score_tile<N, 1>(q, ldq, kt + 32, size, s + 32);
-        return;
+// The same out of the pages.
+template <int N, int DTYPE> void page_scores(const float* q, int64_t ldq, const KeyRows& keys, float* s) {
+    for (int j = 0; j < keys.count; j += kGroup) {
+        Vf acc[N][4];
+#pragma GCC unroll 6
+        for (int r = 0; r < N; ++r)
+#pragma GCC unroll 4
+            for (int v = 0; v < 4; ++v) acc[r][v] = splat(0.0f);
+        const float* x = q;
+        for (int64_t at = 0; at < keys.bytes; at += 16, x += 4 * per_word<DTYPE>) {
+            Vi words[4];
+            keys.words(j, at, words);
+            each_channel<DTYPE>(words, [&](int b, const Vf* k) __attribute__((always_inline)) {
+#pragma GCC unroll 6
+                for (int r = 0; r < N; ++r) {
+                    const Vf four = splat4(x + r * ldq + b * 4);
+#pragma GCC unroll 4
+                    for (int v = 0; v < 4; ++v) acc[r][v] = fma(four, k[v], acc[r][v]);
+                }
+            });
+        }
+#pragma GCC unroll 6
+        for (int r = 0; r < N; ++r) store(s + r * kKeys + j, quad_sums(acc[r]));
     }
-    score_tile<N, 1>(q, ldq, kt, size, s);
 }
 
 // o[row] = sum over keys first .. last - 1, in order, of p[row, key] * value[key], 2 * PAIRS vectors of channels at d.
@@ -213,7 +235,17 @@ void rows_of(const AttendArgs& a, const Tiles& tiles, const Block& b, int64_t g,
     const int64_t d = pad_lanes(pages.k_size), dv = pad_lanes(pages.v_size);
     float s[kSubRows * kKeys];
     float key_scale[kKeys], value_scale[kKeys];
-    scores<N>(q, d, tiles.kt, pages.k_size, b.count, s);
+    if (direct) {
+        const KeyRows keys(pages, b, g);
+        switch (pages.dtype) {
+            case HFA_BF16: page_scores<N, HFA_BF16>(q, d, keys, s); break;
+            case HFA_F16: page_scores<N, HFA_F16>(q, d, keys, s); break;
+            case HFA_F32: page_scores<N, HFA_F32>(q, d, keys, s); break;
+            default: page_scores<N, HFA_PAGES_I8>(q, d, keys, s); break;
+        }
+    } else {
+        tile_scores<N>(q, d, tiles.kt, score_steps(pages), b.count, s);
+    }
     const int whole = (b.count + 15) / 16 * 16;
     if (pages.dtype == HFA_PAGES_I8) {
         for (int j = 0; j < whole; ++j) {
@@ -285,11 +317,21 @@ void rows_of(const AttendArgs& a, const Tiles& tiles, const Block& b, int64_t g,
 }  // namespace
 
 void load_keys(const HfaPages& p, const Block& b, int64_t g, float* kt) {
+    const KeyRows keys(p, b, g);
     switch (p.dtype) {
-        case HFA_BF16: return load_keys_of<HFA_BF16>(p, b, g, kt);
-        case HFA_F16: return load_keys_of<HFA_F16>(p, b, g, kt);
-        case HFA_F32: return load_keys_of<HFA_F32>(p, b, g, kt);
-        default: return load_keys_of<HFA_PAGES_I8>(p, b, g, kt);
+        case HFA_BF16: return load_keys_of<HFA_BF16>(keys, kt);
+        case HFA_F16: return load_keys_of<HFA_F16>(keys, kt);
+        case HFA_F32: return load_keys_of<HFA_F32>(keys, kt);
+        default: return load_keys_of<HFA_PAGES_I8>(keys, kt);
+    }
+}
+
+void arrange_query(const HfaPages& p, float* q) {
+    const int words = p.dtype == HFA_F32 ? 1 : p.dtype == HFA_PAGES_I8 ? 4 : 2;
+    for (int64_t d = 0; words > 1 && d < pad_lanes(p.k_size); d += 4 * words) {
+        float t[16];
+        for (int i = 0; i < 4 * words; ++i) t[i % words * 4 + i / words] = q[d + i];
+        memcpy(q + d, t, 16 * words);
     }
 }
 

@@ -24,9 +24,9 @@ struct RowState {
     float m, l;
 };
 
-// fp32 tiles of one block: K transposed, V (where it is converted), and the sums of its rows.
+// fp32 tiles of one block: K and V (where they are converted), and the sums of its rows.
 struct Tiles {
-    float *kt, *vt, *part;  // [D, kKeys], [kKeys, Dv], [kSubRows, Dv]
+    float *kt, *vt, *part;  // [kKeys, D] in the order of scores, [kKeys, Dv], [kSubRows, Dv]
 };
 
 // O, M, L joined with a block's o, m, l (up to 8 rows; rows whose m is -inf saw nothing of the block).
@@ -65,8 +65,12 @@ static inline void finish_row(RowState s, const float* o, const float* sink, int
         store_as(out, d, HFA_F32, load(o + d) * splat(by), size - d < 16 ? (int)(size - d) : 16);
 }
 
+// One query row [pad_lanes(D)], zeros behind D, in the order in which scores take it.
+void arrange_query(const HfaPages& p, float* q);
+
 // n <= kSubRows rows (of one sequence and KV head) against one block: m, l, and o [n, dv] in tiles.part. With `direct`
-// values are read out of their pages, else out of tiles.vt.
+// keys and values are
+// read out of their pages, else out of the tiles.
 void block_rows(int n, const AttendArgs& a, const Tiles& tiles, const Block& b, int64_t g, int64_t first_slot,
                 const int64_t* slot_of, const int64_t* head_of, const float* q, bool direct, float* m, float* l);
 

@@ -1,7 +1,7 @@
 // Attention over pages: kernels' paged.py has the formula, this file the order in which it is summed.
 //
 // Keys are taken in blocks of kKeys slots, at multiples of kKeys of the sequence. For one query row and one block
-//   s[j] = sum over d, in order, of q[d] * k[j, d] (one fma each), q scaled before; int8: times the key's scale;
+//   s[j] = sum over d of q[d] * k[j, d], q scaled before, as four sums (attend_block.cpp); int8: times the key's scale;
 //          softcap, alibi, mask;   m = max s;   p[j] = e^(s[j] - m);   l = sum p;   o = sum over j, in order, of p[j] v[j]
 // Blocks are joined in order to segments, and segments in order:
 //   M' = max(M, m);   L = L e^(M - M') + l e^(m - M');   O = O e^(M - M') + o e^(m - M')
@@ -110,9 +110,9 @@ static inline int64_t attend_blocks(const AttendArgs& a, const Scratch& scratch,
         const bool begins = block == first || block % size == 0, ends = block + 1 == last || (block + 1) % size == 0;
         for (int r = 0; r < rows;) {
             const int64_t here = g + r / each;
-            if (r % each == 0) {
+            if (!direct && r % each == 0) {
                 load_keys(*a.pages, b, here, tiles.kt);
-                if (!direct) load_values(*a.pages, b, here, tiles.vt);
+                load_values(*a.pages, b, here, tiles.vt);
             }
             float m[kSubRows], l[kSubRows];
             const int left = each - r % each, n = left < kSubRows ? left : kSubRows;
@@ -234,6 +234,7 @@ static inline void attend(const AttendArgs& a, const HfaStep& step, const Scratc
                     const int n = pages.k_size - i < 16 ? (int)(pages.k_size - i) : 16;
                     store(scratch.q + r * d + i, load_as(q, i, HFA_F32, n) * splat(a.scale));
                 }
+                arrange_query(pages, scratch.q + r * d);
                 scratch.state[r] = {-INFINITY, 0.0f};
                 memset(scratch.o + r * dv, 0, dv * 4);
             }

@@ -45,7 +45,7 @@ static inline void write_head(void* pages, float* scales, int64_t slot, int64_t 
     }
 }
 
-// A block's keys: where its slots lie, and K transposed to fp32.
+// A block's keys: where its slots lie.
 struct Block {
     int64_t slot[kKeys];          // index of (page, offset) in the pool
     int count;                    // slots that hold something
@@ -67,7 +67,7 @@ static inline void find_slots(const int32_t* table, int64_t page_tokens, int64_t
     }
 }
 
-// kt[d, j] = K of slot j, in fp32; slots that hold nothing give zeros. vt[j, d] = V likewise. Both in attend_block.cpp.
+// K of the block's slots in fp32, in the order of tile_scores; vt[j, d] = V. Both in attend_block.cpp.
 void load_keys(const HfaPages& p, const Block& b, int64_t g, float* kt);
 void load_values(const HfaPages& p, const Block& b, int64_t g, float* vt);
 

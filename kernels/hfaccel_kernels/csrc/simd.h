@@ -9,6 +9,9 @@
 //   fp8_line<E5M2>(p, out)   a line of float8 as fp16 arithmetic has it (e4m3: 2^-8 times the value): lanes 2r, 2r + 1
 //                            hold codes 0, 2 of rows r (out[0]) and 8 + r (out[1]), codes 1, 3 (out[2], out[3])
 //   add_pairs(a, b)          lanes 2r + (2r + 1) of a, then of b; splat2(p): p[0], p[1], p[0], ...
+//   splat4(p)                p[0] .. p[3], p[0] ..; load_quads(a, b, c, d): 16 bytes of each
+//   quad_sums(a)             lane 4g + v: lanes 4g .. 4g + 3 of a[v], added (0 + 2) + (1 + 3)
+//   half_words(a)            the fp16 in the lower half of each lane
 //   kTileTokens              tokens whose accumulators fit the registers; kPlainTokens of unpacked weights and kSubRows
 //                            query rows likewise
 //   kUnroll                  steps of a packed weight that few tokens unroll
@@ -69,6 +72,36 @@ static inline int32_t reduce_max(Vi v) {
     int32_t most = t[0];
     for (int l = 1; l < 16; ++l) most = most > t[l] ? most : t[l];
     return most;
+}
+#endif
+
+#ifndef HFA_HAS_QUADS
+static inline Vf quad_sums(const Vf* a) {
+    float t[4][16], out[16];
+    for (int v = 0; v < 4; ++v) store(t[v], a[v]);
+    for (int l = 0; l < 16; ++l) {
+        const float* four = t[l % 4] + l / 4 * 4;
+        out[l] = (four[0] + four[2]) + (four[1] + four[3]);
+    }
+    return load(out);
+}
+static inline Vf splat4(const float* p) {
+    float t[16];
+    for (int l = 0; l < 16; ++l) t[l] = p[l % 4];
+    return load(t);
+}
+static inline Vi load_quads(const void* a, const void* b, const void* c, const void* d) {
+    int32_t t[16];
+    const void* from[4] = {a, b, c, d};
+    for (int i = 0; i < 4; ++i) memcpy(t + 4 * i, from[i], 16);
+    return load_i(t);
+}
+static inline Vf half_words(Vi a) {
+    int32_t t[16];
+    uint16_t halves[16];
+    store_i(t, a);
+    for (int l = 0; l < 16; ++l) halves[l] = (uint16_t)t[l];
+    return load_f16(halves);
 }
 #endif
 

@@ -62,6 +62,31 @@ static inline void reduce_add4(const Vf* v, float* out) {
     for (int i = 0; i < 4; ++i) out[i] = reduce_add(v[i]);
 }
 
+#define HFA_HAS_QUADS
+static inline Vf quad_sums(const Vf* x) {
+    auto half = [](__m256 a, __m256 b, __m256 c, __m256 d) {
+        const __m256 ab = _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
+        const __m256 cd = _mm256_add_ps(_mm256_shuffle_ps(c, d, 0x44), _mm256_shuffle_ps(c, d, 0xee));
+        return _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x88), _mm256_shuffle_ps(ab, cd, 0xdd));
+    };
+    return {half(x[0].a, x[1].a, x[2].a, x[3].a), half(x[0].b, x[1].b, x[2].b, x[3].b)};
+}
+static inline Vf splat4(const float* p) {
+    const __m256 x = _mm256_broadcast_ps((const __m128*)p);
+    return {x, x};
+}
+static inline Vi load_quads(const void* a, const void* b, const void* c, const void* d) {
+    return {_mm256_set_m128i(load128(b), load128(a)), _mm256_set_m128i(load128(d), load128(c))};
+}
+static inline Vf half_words(Vi x) {
+    const __m128i first = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1);
+    auto half = [&](__m256i y) {
+        return _mm256_cvtph_ps(_mm_unpacklo_epi64(_mm_shuffle_epi8(_mm256_castsi256_si128(y), first),
+                                                  _mm_shuffle_epi8(_mm256_extracti128_si256(y, 1), first)));
+    };
+    return {half(x.a), half(x.b)};
+}
+
 static inline __m256i load256(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
 static inline Vi splat_i(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 static inline Vi load_i(const int32_t* p) { return {load256(p), load256(p + 8)}; }

@@ -59,6 +59,21 @@ static inline void reduce_add4(const Vf* v, float* out) {
     _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(first, swap_add(fours))));
 }
 
+#define HFA_HAS_QUADS
+static inline Vf quad_sums(const Vf* a) {
+    const __m512 ab = _mm512_add_ps(_mm512_shuffle_ps(a[0].v, a[1].v, 0x44), _mm512_shuffle_ps(a[0].v, a[1].v, 0xee));
+    const __m512 cd = _mm512_add_ps(_mm512_shuffle_ps(a[2].v, a[3].v, 0x44), _mm512_shuffle_ps(a[2].v, a[3].v, 0xee));
+    return {_mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x88), _mm512_shuffle_ps(ab, cd, 0xdd))};
+}
+static inline Vf splat4(const float* p) { return {_mm512_broadcast_f32x4(_mm_loadu_ps(p))}; }
+static inline Vi load_quads(const void* a, const void* b, const void* c, const void* d) {
+    __m512i x = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i*)a));
+    x = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i*)b), 1);
+    x = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i*)c), 2);
+    return {_mm512_inserti32x4(x, _mm_loadu_si128((const __m128i*)d), 3)};
+}
+static inline Vf half_words(Vi a) { return {_mm512_cvtph_ps(_mm512_cvtepi32_epi16(a.v))}; }
+
 static inline Vi splat_i(int32_t x) { return {_mm512_set1_epi32(x)}; }
 static inline Vi load_i(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 static inline Vi load_u8(const uint8_t* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))}; }

@@ -53,6 +53,29 @@ static inline void store_f16(uint16_t* p, Vf a) {
     HFA_EACH vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(a.v[i])));
 }
 
+#define HFA_HAS_QUADS
+static inline Vf quad_sums(const Vf* a) {
+    Vf r;
+    HFA_EACH {
+        float32x2_t two[4];
+        for (int v = 0; v < 4; ++v) two[v] = vadd_f32(vget_low_f32(a[v].v[i]), vget_high_f32(a[v].v[i]));
+        r.v[i] = vcombine_f32(vpadd_f32(two[0], two[1]), vpadd_f32(two[2], two[3]));
+    }
+    return r;
+}
+static inline Vf splat4(const float* p) { Vf r; HFA_EACH r.v[i] = vld1q_f32(p); return r; }
+static inline Vi load_quads(const void* a, const void* b, const void* c, const void* d) {
+    const void* from[4] = {a, b, c, d};
+    Vi r;
+    HFA_EACH r.v[i] = vreinterpretq_s32_u8(vld1q_u8(static_cast<const uint8_t*>(from[i])));
+    return r;
+}
+static inline Vf half_words(Vi a) {
+    Vf r;
+    HFA_EACH r.v[i] = vcvt_f32_f16(vreinterpret_f16_s16(vmovn_s32(a.v[i])));
+    return r;
+}
+
 #define HFA_HAS_REDUCE
 static inline float reduce_add(Vf a) {
     const float32x4_t four = vaddq_f32(vaddq_f32(a.v[0], a.v[2]), vaddq_f32(a.v[1], a.v[3]));
