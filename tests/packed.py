@@ -24,7 +24,7 @@ LAYOUTS += [
     Layout(8, act="token", act_scale=0.02),
     Layout(3, 16, False, "double", 16),
 ]
-GGUF_LAYOUTS = [
+LAYOUTS += [
     Layout(4, 32, True, "fp16_min"),
     Layout(5, 40, True, "fp16_min", 16),
     Layout(4, 32, True, "super_min", 16),
@@ -33,7 +33,7 @@ GGUF_LAYOUTS = [
     Layout(6, 16, True, "super", 16),
     Layout(5, 32, True, "fp16"),
     Layout(5, 32, True, "super_min"),
-    Layout(6, 64, False, "fp32", 16),
+    Layout(6, 64, True, "fp32", 16),
 ]
 # M, N, K: ragged rows, short last groups, one element, groups of 128 in 576, nothing
 SHAPES = [(1, 48, 70), (3, 515, 64), (1, 1, 1), (29, 33, 576), (5, 16, 200), (0, 16, 32)]

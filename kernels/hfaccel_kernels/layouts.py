@@ -125,6 +125,8 @@ class Layout:
             raise ValueError(f"bits={self.bits}: {self.code} has {CODES[self.code][0]}")
         if self.has_minimum and (not self.symmetric or self.code != "int" or self.bits == 8):
             raise ValueError(f"scale_dtype={self.scale_dtype!r}: a minimum goes with unsigned codes alone")
+        if self.bits in (5, 6) and not self.symmetric:
+            raise ValueError(f"bits={self.bits}, symmetric=False: these have no zero points")
         if self.code != "int" and not self.symmetric:
             raise ValueError(f"symmetric=False: {self.code} has no zero points")
         if self.act not in ("chunk", "token"):

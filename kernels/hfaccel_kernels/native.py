@@ -300,7 +300,7 @@ class Weight(ctypes.Structure):
 
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # HfaDtype
-SCALES = {"fp32": 0, "fp16": 2, "double": 3}  # HfaDtype
+SCALES = {"fp32": 0, "fp16": 2, "double": 3, "fp16_min": 4, "super": 5, "super_min": 6}  # HfaDtype
 CODES = {"int": 0, "nf4": 1, "e4m3": 2, "e5m2": 3}  # HfaCode
 PACKED = 0  # HfaKind
 PLAIN = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}

@@ -4,7 +4,7 @@ import torch
 from hfaccel_kernels import layouts
 from hfaccel_kernels.codebook import FLOAT8, NF4
 from hfaccel_kernels.layouts import Layout
-from packed import GGUF_LAYOUTS, LAYOUTS, SHAPES, name, random_codes, random_packed, random_scales
+from packed import LAYOUTS, SHAPES, name, random_codes, random_packed, random_scales
 
 GRIDS = sorted({(n, k) for _, n, k in SHAPES})
 
@@ -36,10 +36,7 @@ def _plain_scales(layout: Layout) -> bool:
     return layout.scale_dtype in ("fp32", "fp16", "double")
 
 
-ALL = list(dict.fromkeys([*LAYOUTS, *GGUF_LAYOUTS]))
-
-
-@pytest.mark.parametrize("layout", ALL, ids=name)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
 @pytest.mark.parametrize("n, k", GRIDS)
 def test_codes_lie_where_the_docstring_says_and_come_back(layout, n, k):
     codes = torch.randint(0, 1 << layout.bits, (n, k), dtype=torch.uint8)
@@ -49,7 +46,7 @@ def test_codes_lie_where_the_docstring_says_and_come_back(layout, n, k):
         assert by_the_docstring(weight, layout, k, row, at) == codes[row, at]
 
 
-@pytest.mark.parametrize("layout", ALL, ids=name)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
 @pytest.mark.parametrize("n, k", GRIDS)
 def test_stored_tensors_have_the_stated_shapes_and_bytes(layout, n, k):
     weight, scale, zero = random_packed(layout, n, k)
@@ -66,7 +63,7 @@ def test_bytes_are_the_arithmetic_of_bits_where_nothing_is_padded():
         assert Layout(bits, -1, False).bytes(n, k) == codes + n * 4 + n
 
 
-@pytest.mark.parametrize("layout", [lay for lay in ALL if _plain_scales(lay)], ids=name)
+@pytest.mark.parametrize("layout", [lay for lay in LAYOUTS if _plain_scales(lay)], ids=name)
 def test_dequantize_is_scale_times_code_minus_zero(layout):
     n, k = 37, 200
     codes = random_codes(layout, n, k)
@@ -111,7 +108,7 @@ def by_the_scales_docstring(
     return (factors[lane] * block[at]).item(), -(factors[16 + lane] * block[at + 16]).item()
 
 
-@pytest.mark.parametrize("layout", [lay for lay in ALL if not _plain_scales(lay)], ids=name)
+@pytest.mark.parametrize("layout", [lay for lay in LAYOUTS if not _plain_scales(lay)], ids=name)
 @pytest.mark.parametrize("k", [70, 200, 576])
 def test_what_files_keep_two_numbers_or_steps_for_is_what_the_docstrings_say(layout, k):
     n = 37
@@ -124,7 +121,7 @@ def test_what_files_keep_two_numbers_or_steps_for_is_what_the_docstrings_say(lay
         assert got[row, at] == torch.tensor(exact, dtype=torch.float64).float()
 
 
-@pytest.mark.parametrize("layout", ALL, ids=name)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
 def test_gathered_rows_equal_the_dequantized_matrix(layout):
     n, k = 37, 70
     packed = random_packed(layout, n, k)
@@ -135,7 +132,7 @@ def test_gathered_rows_equal_the_dequantized_matrix(layout):
 
 
 def test_chunks_never_cross_a_group():
-    for layout in ALL:
+    for layout in LAYOUTS:
         at = 0
         for start, stop in layout.chunks(576):
             longest = 576 if layout.act == "token" else layouts.ACT_CHUNK[layout.act_bits]
@@ -150,6 +147,7 @@ def test_chunks_never_cross_a_group():
     "bad, word",
     [
         ({"bits": 7}, "bits=7"),
+        ({"bits": 6, "symmetric": False}, "bits=6, symmetric=False"),
         ({"bits": 4, "scale_dtype": "fp16_min", "symmetric": False}, "a minimum goes with"),
         ({"bits": 8, "scale_dtype": "super_min"}, "a minimum goes with"),
         ({"bits": 4, "group": 0}, "group=0"),
@@ -174,5 +172,5 @@ def test_a_layout_refuses_what_it_cannot_be(bad, word):
 
 
 def test_a_layout_survives_its_text():
-    for layout in ALL:
+    for layout in LAYOUTS:
         assert Layout.parse(layout.text) == layout

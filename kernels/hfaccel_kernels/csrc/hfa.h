@@ -10,7 +10,10 @@
 #define HFA_EXPORT extern "C" __attribute__((visibility("default")))
 #define HFA_ABI 3  // native.py refuses a library that says another number
 
-enum HfaDtype { HFA_F32 = 0, HFA_BF16 = 1, HFA_F16 = 2, HFA_DOUBLE = 3 };  // the last: of scales, double_scales.py
+// From HFA_DOUBLE on: of scales alone, double_scales.py, layouts.py ("fp16_min") and super_scales.py.
+enum HfaDtype {
+    HFA_F32 = 0, HFA_BF16 = 1, HFA_F16 = 2, HFA_DOUBLE = 3, HFA_F16_MIN = 4, HFA_SUPER = 5, HFA_SUPER_MIN = 6
+};
 
 // kind: HFA_PACKED is a layout of layouts.py (activations become int8, in one or two planes, or beside float8 floats
 // that e4m3 holds); the others are row-major [n, k] matrices read in place, times fp32 activations.
@@ -21,17 +24,17 @@ enum HfaCode { HFA_INT = 0, HFA_NF4 = 1, HFA_E4M3 = 2, HFA_E5M2 = 3 };
 
 struct HfaWeight {
     const void* data;       // packed: [NB, block_bytes]; plain: [n, ld]
-    const void* scale;      // packed: [NB, G, 16], or of HFA_DOUBLE [NB, bytes]; else NULL
+    const void* scale;      // packed: [NB, G, 16], or [NB, bytes] as scale_dtype says; else NULL
     const uint8_t* zero;    // packed and asymmetric: [NB, G, 16]; else NULL
     const void* bias;       // [n] or NULL
     int64_t n, k;           // out, in
     int64_t ld;             // plain: elements from one row to the next
     int32_t kind;           // HfaKind
-    int32_t bits;           // packed: 8, 4, 3, 2
+    int32_t bits;           // packed: 8, 6, 5, 4, 3, 2
     int32_t group;          // packed: K-elements a scale serves; -1 = k
     int32_t chunk;          // packed: layouts.ACT_CHUNK[act_bits]: 32 for 8 bits, 64 for 16; 0: the whole row
     int32_t act_bits;       // packed: 8 or 16
-    int32_t scale_dtype;    // HFA_F32, HFA_F16 or HFA_DOUBLE
+    int32_t scale_dtype;    // HfaDtype, but HFA_BF16
     int32_t bias_dtype;     // HfaDtype
     int32_t code;           // packed: HfaCode
     float act_scale;        // chunk 0: the scale of the activations, or 0: max|x| / top

@@ -48,7 +48,10 @@ TileFns tiles_of(const HfaWeight& w) {
         case HFA_E5M2: return float_tiles(true);
     }
     if (w.chunk == 0) return token_tiles();
+    if (has_minimums(w.scale_dtype)) return minimum_tiles(w.bits, wide);
     switch (w.bits) {
+        case 6: return int6_tiles(wide);
+        case 5: return int5_tiles(wide);
         case 4: return int4_tiles(asym, wide);
         case 3: return int3_tiles(asym, wide);
         case 2: return int2_tiles(asym, wide);

@@ -5,6 +5,10 @@
 //
 //   y[t, r] = sum over chunks c, in order:  fma(float(dot[t, r, c] - zero[r, c] * sum[t, c]), s_w[r, c] * s_x[t, c], y)
 //
+// and where codes count from a minimum of each group (kMinimums), without a zero, after each of these
+//
+//   y = fma(minimum[r, c], float(sum[t, c]) * s_x[t, c], y)
+//
 // dot is exact in int32 (16-bit activations: 128 * dot of the high plane + dot of the low one), so its own order is
 // free; the fp32 order is that of the chunks. One scale a token (token_dot): one chunk.
 //
@@ -17,7 +21,9 @@
 
 namespace hfa {
 
-constexpr int kNf4 = 14;  // beside 8, 4, 3, 2: the formats of integer products
+constexpr int kNf4 = 14;  // beside 8, 6, 5, 4, 3, 2: the formats of integer products
+
+enum Grid { kCentred, kZeroPoints, kMinimums };  // where codes count from: 2^(bits - 1), a uint8, a float
 
 // k: K-elements, bytes, quads of one step; bits: of the codes that run hands to the dots
 template <int FORMAT> struct Step;
@@ -73,13 +79,68 @@ template <> struct Step<3> {
     }
 };
 
+template <> struct Step<5> {
+    static constexpr int k = 32, bytes = 320, bits = 5;
+    template <class Dot> static inline __attribute__((always_inline)) void run(const uint8_t* p, Dot&& dot) {
+        // four low bits out of the shifted line, the fifth out of the shifted top line
+        const Vb low = splat_b(0x0f), all = splat_b(0x1f), top = load_line(p + 256);
+        const Vb a = load_line(p), b = load_line(p + 64), c = load_line(p + 128), d = load_line(p + 192);
+        dot(0, select(low, a, shl<4>(top)) & all);
+        dot(1, select(low, shr<4>(a), shl<3>(top)) & all);
+        dot(2, select(low, b, shl<2>(top)) & all);
+        dot(3, select(low, shr<4>(b), shl<1>(top)) & all);
+        dot(4, select(low, c, top) & all);
+        dot(5, select(low, shr<4>(c), shr<1>(top)) & all);
+        dot(6, select(low, d, shr<2>(top)) & all);
+        dot(7, select(low, shr<4>(d), shr<3>(top)) & all);
+    }
+};
+
+template <> struct Step<6> {
+    static constexpr int k = 16, bytes = 192, bits = 6;
+    template <class Dot> static inline __attribute__((always_inline)) void run(const uint8_t* p, Dot&& dot) {
+        // four low bits out of the shifted line, the others out of the shifted top line
+        const Vb low = splat_b(0x0f), all = splat_b(0x3f), top = load_line(p + 128);
+        const Vb first = load_line(p), second = load_line(p + 64);
+        dot(0, select(low, first, shl<4>(top)) & all);
+        dot(1, select(low, shr<4>(first), shl<2>(top)) & all);
+        dot(2, select(low, second, top) & all);
+        dot(3, select(low, shr<4>(second), shr<2>(top)) & all);
+    }
+};
+
 // The scales of group g of 16 rows.
 static inline Vf load_scale(const void* scale, int64_t g, int32_t dtype) {
-    if (dtype != HFA_DOUBLE) return load_as(scale, g * 16, dtype);
-    const uint8_t* tile = static_cast<const uint8_t*>(scale) + g / kTileGroups * (kHeadBytes + kTileGroups * 16);
+    if (dtype < HFA_DOUBLE) return load_as(scale, g * 16, dtype);
+    if (dtype == HFA_F16_MIN) return load_as(scale, g * 32, HFA_F16);
+    const uint8_t* bytes = static_cast<const uint8_t*>(scale);
+    if (dtype == HFA_SUPER) {
+        const uint8_t* tile = bytes + g / kSuperGroups * (kSuperHead + kSuperGroups * kSuperEach);
+        const Vi codes = load_u8(tile + kSuperHead + g % kSuperGroups * kSuperEach);
+        return load_as(tile, 0, HFA_F16) * to_float(shift_right<24>(shift_left<24>(codes)));  // int8
+    }
+    if (dtype == HFA_SUPER_MIN) {
+        const uint8_t* tile = bytes + g / kSuperMinGroups * (kSuperMinHead + kSuperMinGroups * kSuperMinEach);
+        const uint8_t* codes = tile + kSuperMinHead + g % kSuperMinGroups * kSuperMinEach;
+        return load_as(tile, 0, HFA_F16) * to_float(load_u8(codes));
+    }
+    const uint8_t* tile = bytes + g / kTileGroups * (kHeadBytes + kTileGroups * 16);
     float head[2];  // step, least
     memcpy(head, tile, 8);
     return to_float(load_u8(tile + kHeadBytes + g % kTileGroups * 16)) * splat(head[0]) + splat(head[1]);
+}
+
+static inline bool has_minimums(int32_t scale_dtype) {
+    return scale_dtype == HFA_F16_MIN || scale_dtype == HFA_SUPER_MIN;
+}
+
+// Their minimums.
+static inline Vf load_minimum(const void* scale, int64_t g, int32_t dtype) {
+    if (dtype == HFA_F16_MIN) return load_as(scale, g * 32 + 16, HFA_F16);
+    const uint8_t* tile = static_cast<const uint8_t*>(scale) +
+                          g / kSuperMinGroups * (kSuperMinHead + kSuperMinGroups * kSuperMinEach);
+    const uint8_t* codes = tile + kSuperMinHead + g % kSuperMinGroups * kSuperMinEach;
+    return splat(0.0f) - load_as(tile, 16, HFA_F16) * to_float(load_u8(codes + 16));
 }
 
 constexpr int kAhead = 1024;  // bytes: prefetch distance in the weights
@@ -101,13 +162,15 @@ static inline __attribute__((always_inline)) void step_dots(const uint8_t* data,
 }
 
 // `data`, `scale`, `zero` point at the block's own; acts at the tile's first token.
-template <int FORMAT, bool ASYM, bool WIDE, int T>
+template <int FORMAT, Grid GRID, bool WIDE, int T>
 static inline void block_dot(const HfaWeight* w, const uint8_t* data, const void* scale, const uint8_t* zero,
                              const HfaActs* acts, int64_t token, Vf* out) {
     using S = Step<FORMAT>;
     constexpr int kChunk = WIDE ? 64 : 32;
     constexpr int shift = S::bits == 8 ? 128 - kCode8Zero : 0;  // the kernel's codes are the unsigned ones minus this
-    constexpr bool centred = (1 << (S::bits - 1)) == shift;     // a symmetric zero point needs no correction
+    // a symmetric zero point needs no correction, where it is where the kernel's codes count from
+    constexpr bool plain = GRID == kMinimums || (GRID == kCentred && (1 << (S::bits - 1)) == shift);
+    constexpr bool zeros = GRID == kZeroPoints;
     const int8_t* codes = acts->codes + token * acts->ldq;
     const int64_t to_low = WIDE ? acts->low - acts->codes : 0;
     const float* xs = acts->scales + token * acts->lds;
@@ -120,16 +183,17 @@ static inline void block_dot(const HfaWeight* w, const uint8_t* data, const void
     for (int64_t start = 0, g = 0; start < w->k; start += group, ++g) {
         const int64_t length = w->k - start < group ? w->k - start : group;
         const Vf sw = load_scale(scale, g, w->scale_dtype);
-        const Vi zw = ASYM ? load_u8(zero + g * 16) - splat_i(shift) : splat_i(0);
+        const Vf mw = GRID == kMinimums ? load_minimum(scale, g, w->scale_dtype) : splat(0.0f);
+        const Vi zw = zeros ? load_u8(zero + g * 16) - splat_i(shift) : splat_i(0);
         for (int64_t left = length; left > 0; left -= kChunk) {
             Vi dots[T], lows[T];
 #pragma GCC unroll 12
             for (int t = 0; t < T; ++t) {
                 // -zero * sum, to which the dots are added
                 const Vi sum = splat_i(minus[t * lds]);
-                const Vi from = ASYM     ? (WIDE ? zw * sum : mul_small(zw, sum))
-                                : centred ? splat_i(0)
-                                          : shift_left<S::bits - 1>(sum);
+                const Vi from = zeros   ? (WIDE ? zw * sum : mul_small(zw, sum))
+                                : plain ? splat_i(0)
+                                        : shift_left<S::bits - 1>(sum);
                 dots[t] = WIDE ? splat_i(0) : from;
                 lows[t] = from;
             }
@@ -156,6 +220,7 @@ static inline void block_dot(const HfaWeight* w, const uint8_t* data, const void
             for (int t = 0; t < T; ++t) {
                 const Vi exact = WIDE ? shift_left<7>(dots[t]) + lows[t] : dots[t];
                 acc[t] = fma(to_float(exact), sw * splat(xs[t * lds]), acc[t]);
+                if (GRID == kMinimums) acc[t] = fma(mw, splat((float)-minus[t * lds] * xs[t * lds]), acc[t]);
             }
             ++xs;
             ++minus;

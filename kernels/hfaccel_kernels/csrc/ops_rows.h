@@ -23,6 +23,11 @@ static inline int packed_code(const uint8_t* step, int bits, int row, int at) {
         case 8: return step[byte] ^ 128;
         case 4: return step[byte] >> 4 * quad & 15;
         case 2: return step[byte] >> 2 * quad & 3;
+        case 5:
+        case 6: {
+            const int low = step[quad / 2 * 64 + byte] >> 4 * (quad % 2) & 15;
+            return low | (bits == 5 ? step[256 + byte] >> quad & 1 : step[128 + byte] >> 2 * quad & 3) << 4;
+        }
         default:
             return (step[quad / 4 * 64 + byte] >> 2 * (quad % 4) & 3) | (step[128 + byte] >> quad & 1) << 2;
     }
@@ -62,10 +67,17 @@ static inline void embed_row(const HfaWeight& w, int64_t id, float multiplier, f
         float lanes[16];
         store(lanes, load_scale(static_cast<const uint8_t*>(w.scale) + shape.scales_at(w, block), g, w.scale_dtype));
         const float scale = lanes[row];
-        const int zero = w.zero ? w.zero[shape.zeros_at(block) + g * 16 + row] : 1 << (w.bits - 1);
+        float minimum = 0.0f;
+        int zero = w.zero ? w.zero[shape.zeros_at(block) + g * 16 + row] : 1 << (w.bits - 1);
+        if (has_minimums(w.scale_dtype)) {
+            const void* scales = static_cast<const uint8_t*>(w.scale) + shape.scales_at(w, block);
+            store(lanes, load_minimum(scales, g, w.scale_dtype));
+            minimum = lanes[row];
+            zero = 0;
+        }
         for (int64_t k = start; k < stop; k += shape.step, data += shape.step_bytes)
             for (int i = 0; i < shape.step && k + i < stop; ++i)
-                out[k + i] = packed_value(w, data, row, i, zero) * scale * multiplier;
+                out[k + i] = (packed_value(w, data, row, i, zero) * scale + minimum) * multiplier;
     }
 }
 

@@ -22,7 +22,7 @@ struct TileFns {
     TileFn of[5];  // by kTileSizes; NULL: more than the registers hold
 };
 
-// In tiles_nibbles.cpp, tiles_bytes.cpp, tiles_planes.cpp. `wide`: 16-bit activations.
+// In tiles_nibbles.cpp, tiles_bytes.cpp, tiles_planes.cpp, tiles_minimums.cpp. `wide`: 16-bit activations.
 TileFns int4_tiles(bool asym, bool wide);
 TileFns nf4_tiles(bool wide);
 TileFns int8_tiles(bool asym, bool wide);
@@ -30,13 +30,16 @@ TileFns token_tiles();
 TileFns float_tiles(bool e5m2);
 TileFns int3_tiles(bool asym, bool wide);
 TileFns int2_tiles(bool asym, bool wide);
+TileFns int6_tiles(bool wide);
+TileFns int5_tiles(bool wide);
+TileFns minimum_tiles(int bits, bool wide);  // 5, 4 or 2
 
-template <int FORMAT, bool ASYM, bool WIDE> struct Integers {
+template <int FORMAT, Grid GRID, bool WIDE> struct Integers {
     static constexpr int most = WIDE ? kTileTokens * 2 / 3 : kTileTokens;
     template <int T>
     static inline void dot(const HfaWeight* w, const uint8_t* data, const void* scale, const uint8_t* zero,
                            const HfaActs* acts, int64_t token, Vf* out) {
-        block_dot<FORMAT, ASYM, WIDE, T>(w, data, scale, zero, acts, token, out);
+        block_dot<FORMAT, GRID, WIDE, T>(w, data, scale, zero, acts, token, out);
     }
 };
 
@@ -59,9 +62,11 @@ template <class Format> constexpr TileFns tiles() {
     return {{tile_if<Format, 12>(), tile_if<Format, 8>(), tile_if<Format, 4>(), tile_if<Format, 2>(),
              tile_if<Format, 1>()}};
 }
+template <int FORMAT, Grid GRID> TileFns grid_tiles(bool wide) {
+    return wide ? tiles<Integers<FORMAT, GRID, true>>() : tiles<Integers<FORMAT, GRID, false>>();
+}
 template <int FORMAT> TileFns integer_tiles(bool asym, bool wide) {
-    if (wide) return asym ? tiles<Integers<FORMAT, true, true>>() : tiles<Integers<FORMAT, false, true>>();
-    return asym ? tiles<Integers<FORMAT, true, false>>() : tiles<Integers<FORMAT, false, false>>();
+    return asym ? grid_tiles<FORMAT, kZeroPoints>(wide) : grid_tiles<FORMAT, kCentred>(wide);
 }
 
 }  // namespace hfa

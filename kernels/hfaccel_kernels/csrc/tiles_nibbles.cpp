@@ -4,8 +4,6 @@
 namespace hfa {
 
 TileFns int4_tiles(bool asym, bool wide) { return integer_tiles<4>(asym, wide); }
-TileFns nf4_tiles(bool wide) {
-    return wide ? tiles<Integers<kNf4, false, true>>() : tiles<Integers<kNf4, false, false>>();
-}
+TileFns nf4_tiles(bool wide) { return grid_tiles<kNf4, kCentred>(wide); }
 
 }  // namespace hfa
