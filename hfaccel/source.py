@@ -14,6 +14,7 @@ from hfaccel.bitsandbytes import translated, without
 from hfaccel.checkpoint import FORMAT, METHOD, SavedConfig, parse_transforms
 from hfaccel.errors import AlreadyPatched, CheckpointError, PatchError
 from hfaccel.recipe import PatchConfig, check_question, is_question
+from hfaccel.transform import Stage
 
 _HUB = (
     "cache_dir",
@@ -37,8 +38,10 @@ def from_pretrained(
     """A model of the class that its config names, in eval mode.
 
     Args:
-        path_or_id: a folder, a hub id, a `.gguf` file (dequantized while it is read), or a folder that a
-            patched model saved, which comes back patched.
+        path_or_id: a folder, a hub id, a `.gguf` file (with `gguf_file=` one in a folder or repository), or a
+            folder that a patched model saved, which comes back patched. Weights of a `.gguf` file stay packed
+            as they are there; for a recipe that changes weights they are dequantized first. Those of GPTQ,
+            AWQ and compressed-tensors folders stay packed too, and take recipes of the runtime alone.
         recipe: patch the model with it: a recipe or any other form that `patch` takes. Weights in the dtype
             of their safetensors files are mapped and read one matrix at a time, and what has been packed is
             let go of: memory stays near the packed size.
@@ -52,10 +55,11 @@ def from_pretrained(
     recipe, skipped = translated(hf_kwargs, recipe)
     check_question(recipe)
     wanted = None if is_question(recipe) else PatchConfig.of(recipe)
-    path_or_id, gguf = _gguf(str(path_or_id), hf_kwargs)
-    if gguf is None:
-        check_folder(path_or_id, hf_kwargs)
-    hub = {key: hf_kwargs[key] for key in _HUB if key in hf_kwargs} | ({"gguf_file": gguf} if gguf else {})
+    path_or_id = str(path_or_id)
+    hub = {key: hf_kwargs[key] for key in _HUB if key in hf_kwargs}
+    if (gguf := gguf_path(path_or_id, hf_kwargs.pop("gguf_file", None), hub)) is not None:
+        return _from_gguf(gguf, recipe, wanted, skipped, dtype, device, hf_kwargs)
+    check_folder(path_or_id, hf_kwargs)
     config = hf_kwargs.get("config") or _config(path_or_id, hub)
     if _may_be_foreign(config, path_or_id):
         from hfaccel.formats.reading import load, method_of
@@ -63,7 +67,9 @@ def from_pretrained(
         if (record := method_of(config, path_or_id)) is not None:
             asked = recipe if wanted is None else wanted
             model_class = _model_class(config, hf_kwargs)
-            return load(path_or_id, config, record, model_class, asked, dtype=dtype, device=device, **hf_kwargs)
+            return load(
+                path_or_id, config, record, model_class, asked, dtype=dtype, device=device, **hf_kwargs
+            )
     stored = stored_patch(config)
     if stored is not None and recipe is not None and wanted != stored and _is_packed(config):
         raise AlreadyPatched(
@@ -79,12 +85,41 @@ def from_pretrained(
     if getattr(model, "_hfaccel", None) is None and (recipe is not None or stored is not None):
         if wanted is not None and skipped:
             wanted = without(wanted, skipped, model)
-        chosen = stored if recipe is None else recipe if wanted is None else wanted
-        _patch(model, chosen, device, from_gguf=gguf is not None)
+        _patch(model, stored if recipe is None else recipe if wanted is None else wanted, device)
     return model
 
 
-def _patch(model: nn.Module, config: PatchConfig | str, device: Any, *, from_gguf: bool) -> None:
+def _from_gguf(
+    path: Path,
+    recipe: Any,
+    wanted: PatchConfig | None,
+    skipped: Any,
+    dtype: Any,
+    device: Any,
+    hf_kwargs: dict[str, Any],
+) -> nn.Module:
+    """A model of a GGUF file: packed, unless a recipe changes weights."""
+    from hfaccel.formats.gguf import GGUFModel
+
+    for name in ("config", "state_dict", "quantization_config"):
+        if hf_kwargs.pop(name, None) is not None:
+            raise PatchError(f"{name}=: {path.name} says itself what it holds")
+    rest = {key: value for key, value in hf_kwargs.items() if key not in _HUB}
+    if device is not None and recipe is None:
+        rest["device_map"] = device
+    runtime_alone = wanted is not None and all(t.stage is Stage.RUNTIME for t in wanted.transforms)
+    packed = recipe is None or runtime_alone
+    model = GGUFModel(path).load(packed=packed, dtype=dtype, transforms=wanted if packed else None, **rest)
+    if getattr(model, "_hfaccel", None) is None and recipe is not None:
+        if wanted is not None and skipped:
+            wanted = without(wanted, skipped, model)
+        _patch(model, recipe if wanted is None else wanted, device, from_gguf=True)
+    elif device is not None:
+        model.to(device)
+    return model
+
+
+def _patch(model: nn.Module, config: PatchConfig | str, device: Any, *, from_gguf: bool = False) -> None:
     from hfaccel.journal import Checkpoint
     from hfaccel.patch import patch
 
@@ -176,20 +211,28 @@ def _model_class(config: Any, hf_kwargs: dict[str, Any]) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def _gguf(path: str, hf_kwargs: dict[str, Any]) -> tuple[str, str | None]:
-    """Folder or hub id, and the name of the GGUF file in it if that is what is meant."""
-    if path.endswith(".gguf"):
-        place = Path(path).expanduser()
-        if not place.is_file() and (
-            place.is_absolute() or path.startswith((".", "~")) or path.count("/") < 2
-        ):
-            raise PatchError(f"{path}: no such file")
-        path, hf_kwargs["gguf_file"] = (
-            (str(place.parent), place.name) if place.is_file() else path.rsplit("/", 1)
-        )
-    name = hf_kwargs.get("gguf_file")
-    if name is not None:
-        from transformers import GgufConfig
+def gguf_path(path: str, name: str | None = None, hub: dict[str, Any] | None = None) -> Path | None:
+    """The GGUF file that is meant, of a hub's repository downloaded; None if none is.
 
-        hf_kwargs.setdefault("quantization_config", GgufConfig(dequantize=True))
-    return path, name
+    Args:
+        name: `gguf_file=`, inside a folder or a repository.
+        hub: what tells the hub's client where and how, as `from_pretrained` takes it.
+    Raises: PatchError for a file that is not there; OSError for what the hub has not.
+    """
+    if name is None:
+        if not path.endswith(".gguf"):
+            return None
+        place = Path(path).expanduser()
+        if place.is_file():
+            return place
+        if place.is_absolute() or path.startswith((".", "~")) or path.count("/") < 2:
+            raise PatchError(f"{path}: no such file")
+        path, _, name = path.rpartition("/")
+    place = Path(path).expanduser() / name
+    if place.is_file():
+        return place
+    if Path(path).expanduser().is_dir():
+        raise PatchError(f"{place}: no such file")
+    from transformers.utils import cached_file
+
+    return Path(cached_file(path, name, **{k: v for k, v in (hub or {}).items() if k != "trust_remote_code"}))

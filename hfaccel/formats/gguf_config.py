@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hfaccel.errors import UnsupportedModel
+from hfaccel.formats.gguf_file import GGUFError
 from hfaccel.formats.gguf_names import Architecture, Metadata, falcon_kv_heads, head_size
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -31,19 +32,19 @@ def config_of(
     Args:
         names: of its tensors: biases, head and norms are where there is a tensor.
         rope: values of `rope_freqs.weight` and the like, by name.
-    Raises: KeyError naming the key that is missing; UnsupportedModel for what transformers has not.
+    Raises: GGUFError naming a key that is missing or odd; UnsupportedModel for what transformers has not.
     """
 
     def get(key: str, default: Any = None) -> Any:
-        return metadata.get(f"{row.gguf}.{key}", default)
+        return _checked(f"{row.gguf}.{key}", metadata.get(f"{row.gguf}.{key}"), default)
 
     out: dict[str, Any] = dict(row.fixed)
     for key, name in row.fields.items():
         value = get(key)
         if value is not None:
-            out[name] = shortest(value) if isinstance(value, float) else value
+            out[name] = value
         elif key not in _OPTIONAL:
-            raise KeyError(f"{row.gguf}.{key}")
+            raise GGUFError(f"{row.gguf}.{key} is missing")
     heads = get("attention.head_count")
     out["tie_word_embeddings"] = "output.weight" not in names
     if row.model_type == "gpt2":
@@ -53,7 +54,7 @@ def config_of(
     key_length = get("attention.key_length")
     rotary = get("rope.dimension_count")
     head = key_length or (rotary if "head_dim" in row.fields.values() else None)
-    head = head or get("embedding_length") // max(heads, 1)
+    head = head or get("embedding_length") // heads
     if get("attention.value_length", head) != head:
         raise UnsupportedModel(f"{row.gguf}.attention.value_length: keys and values of different sizes")
     if "head_dim" in row.fields.values():
@@ -67,6 +68,36 @@ def config_of(
     return out
 
 
+# What is no positive integer.
+_REALS = ("epsilon", "softcapping", "freq_base", "freq_base_swa", "factor", "attn_factor", "scale_linear")
+_TEXTS = ("scaling.type", "tensor_data_layout")
+_LISTS = ("sliding_window_pattern",)
+_NONE = (0,)  # of what there may be none of
+
+
+def _checked(key: str, value: Any, default: Any) -> Any:
+    """A value of the kind that its key has: counts below 2^31, finite positive numbers, text."""
+    if value is None:
+        return default
+    if key.endswith(_TEXTS):
+        good = isinstance(value, str)
+    elif key.endswith(_LISTS) and isinstance(value, list):
+        good = all(type(each) is bool for each in value)
+    elif key.endswith(_REALS):
+        good = type(value) in (int, float) and 0 <= value < math.inf
+        value = shortest(value) if good else value
+        if value in _NONE and key.endswith("softcapping"):
+            return default
+    else:
+        good = type(value) is int and 0 < value < 1 << 31
+        if value in _NONE and key.endswith(("expert_count", "sliding_window")):
+            return default
+    if not good:
+        text = f"{len(value)} values" if isinstance(value, list) else repr(value)
+        raise GGUFError(f"{key} is {text}")
+    return value
+
+
 _OPTIONAL = (
     "vocab_size",
     "attention.head_count_kv",
@@ -78,7 +109,7 @@ _OPTIONAL = (
 
 
 def _rope(row: Architecture, get: Any, rope: Mapping[str, list[float]], head: int, out: dict) -> dict:
-    theta = {"rope_theta": shortest(float(get("rope.freq_base", 10000.0)))}
+    theta = {"rope_theta": get("rope.freq_base", 10000.0)}
     kind = get("rope.scaling.type", "none")
     factor = get("rope.scaling.factor", 1.0)
     if (old := get("rope.scale_linear")) is not None:
@@ -91,7 +122,7 @@ def _rope(row: Architecture, get: Any, rope: Mapping[str, list[float]], head: in
         theta["partial_rotary_factor"] = rotary / head
         if "rope_factors_long.weight" in rope:
             if length is None:
-                raise KeyError(f"{row.gguf}.rope.scaling.original_context_length")
+                raise GGUFError(f"{row.gguf}.rope.scaling.original_context_length is missing")
             out["original_max_position_embeddings"] = length
             found = {
                 "rope_type": "longrope",
@@ -100,7 +131,7 @@ def _rope(row: Architecture, get: Any, rope: Mapping[str, list[float]], head: in
                 "original_max_position_embeddings": length,
             }
             if (attention := get("rope.scaling.attn_factor")) is not None:
-                found["attention_factor"] = shortest(attention)
+                found["attention_factor"] = attention
             return theta | found
         kind = "none" if kind == "longrope" else kind
     if "rope_freqs.weight" in rope:
@@ -108,17 +139,13 @@ def _rope(row: Architecture, get: Any, rope: Mapping[str, list[float]], head: in
     if kind == "none":
         scaled: dict[str, Any] = {"rope_type": "default"}
     elif kind == "linear":
-        scaled = {"rope_type": "linear", "factor": shortest(factor)}
+        scaled = {"rope_type": "linear", "factor": factor}
     elif kind == "yarn" and length is not None:
-        scaled = {
-            "rope_type": "yarn",
-            "factor": shortest(factor),
-            "original_max_position_embeddings": length,
-        }
+        scaled = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length}
     else:
         raise UnsupportedModel(f"{row.gguf}.rope.scaling.type is {kind!r}; known are none, linear, yarn")
     if row.model_type == "gemma3_text":
-        local = shortest(float(get("rope.freq_base_swa", 10000.0)))
+        local = get("rope.freq_base_swa", 10000.0)
         return {
             "full_attention": theta | scaled,
             "sliding_attention": {"rope_type": "default", "rope_theta": local},

@@ -14,6 +14,7 @@ from typing import Any
 
 from hfaccel.demo import demo_folder
 from hfaccel.errors import PatchError
+from hfaccel.source import gguf_path
 
 UNPATCHED = ("fp32", "bf16")  # rows of the model as it is
 TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "tekken.json", "*.model", "*.spm", "*.bpe")
@@ -64,9 +65,10 @@ def load_tokenizer(model: str, *, off_grid: bool = False) -> Any:
 
     if model == "demo":
         return AutoTokenizer.from_pretrained(demo_folder(off_grid=off_grid))
-    if model.endswith(".gguf"):
-        folder, _, file = model.rpartition("/")
-        return AutoTokenizer.from_pretrained(folder or ".", gguf_file=file)
+    if (gguf := gguf_path(model)) is not None:
+        from hfaccel.formats.gguf_tokenizer import tokenizer_of
+
+        return tokenizer_of(gguf)
     if Path(model).is_dir() and not any(
         path.match(kind) for path in Path(model).iterdir() for kind in TOKENIZER_FILES
     ):

@@ -282,6 +282,8 @@ def describe(layout: Layout) -> str:
         return f"{layout.code} {group}"
     if layout.act == "token":
         return f"int8 {group}, {'static' if layout.static else 'dynamic'} int8 activations"
+    if layout.has_minimum:
+        return f"int{layout.bits} {group} with minimums"
     return f"int{layout.bits} {group} {'symmetric' if layout.symmetric else 'asymmetric'}"
 
 

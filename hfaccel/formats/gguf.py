@@ -1,0 +1,401 @@
+"""A model from a GGUF file: its config, and its weights as they are in the file wherever a layout holds them.
+
+Matrices of block types stay packed (`gguf_pack`), in the plan's own layouts; for a recipe that rounds anew
+everything is dequantized. What is loaded packed is a patched model as one from a folder of ours is: `report`,
+`save_pretrained` and `generate` know it.
+
+Tensors are mapped, taken apart one matrix at a time, and let go of: memory grows by what is packed. Every
+tensor of the file must be one of the model's, and every one of the model's must be there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hfaccel.checkpoint import Packed, SavedConfig
+from hfaccel.errors import PatchError, UnsupportedModel
+from hfaccel.formats.gguf_blocks import decode_rows
+from hfaccel.formats.gguf_config import ROPE_TENSORS, config_of
+from hfaccel.formats.gguf_file import GGUFError, GGUFFile, TensorInfo
+from hfaccel.formats.gguf_names import Architecture, Pair, architecture_of_file, inverse, pairs, row_order
+from hfaccel.formats.gguf_pack import GRIDS, layout_of, pack_blocks
+from hfaccel.mapped import drop_pages
+from hfaccel.recipe import PatchConfig
+from hfaccel_kernels.layouts import Layout
+
+log = logging.getLogger("hfaccel")
+
+# What is read row by row or is no matrix of a layer: stays a float tensor.
+_DENSE = ("position_embd", "ffn_gate_inp")
+# Inputs with outliers (see `quant/rounding.py`).
+_WIDE = ("attn_q", "attn_k", "attn_v", "attn_qkv", "output", "token_embd")
+_IDS = {"bos": "bos", "eos": "eos", "pad": "padding"}  # transformers' -> GGUF's
+_FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass
+class Source:
+    """One tensor of the model, and where it lies in the file.
+
+    Attributes:
+        infos: one tensor, or gate and up of all experts.
+        layout: of the packed form; None: a float tensor.
+    """
+
+    file: GGUFFile
+    pair: Pair
+    infos: list[TensorInfo]
+    order: Tensor | None
+    layout: Layout | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As the model has it, not packed."""
+        shape = self.infos[0].shape
+        if len(self.infos) > 1:  # [E, out, in] twice
+            return shape[0], sum(info.shape[1] for info in self.infos), shape[2]
+        return shape[::-1] if self.pair.transposed else shape
+
+    def rows(self, info: TensorInfo) -> Tensor:
+        return self.file.rows(info.name)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The float tensor."""
+        parts = []
+        for info in self.infos:
+            rows = self.rows(info)
+            found = decode_rows(rows, info.type.name, info.type.bytes, dtype).view(info.shape)
+            self.let_go(rows)
+            parts.append(found)
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        if self.pair.offset:
+            out = (out.float() - self.pair.offset).to(dtype)
+        if self.order is not None:
+            out = out[inverse(self.order)]
+        return out.T.contiguous() if self.pair.transposed else out
+
+    def packed(self) -> dict[str, Tensor]:
+        """The tensors of the layout, of experts [E, ...]."""
+        info = self.infos[0]
+        rows = [self.rows(info) for info in self.infos]
+        if not self.pair.stacked:
+            (whole,) = rows
+            out = pack_blocks(
+                whole if self.order is None else whole[inverse(self.order)], info.type, self.layout
+            )
+        else:
+            experts = info.shape[0]
+            matrices = (
+                torch.cat([part.view(experts, -1, part.shape[1])[e] for part in rows]) for e in range(experts)
+            )
+            each = [pack_blocks(matrix, info.type, self.layout) for matrix in matrices]
+            out = {name: torch.stack([one[name] for one in each]) for name in each[0]}
+        for part in rows:
+            self.let_go(part)
+        return out
+
+    def let_go(self, rows: Tensor) -> None:
+        drop_pages(rows, str(self.file.path))
+
+
+@dataclass
+class Lazy:
+    """A tensor for transformers' loader, made when it is asked for: `lazy[...]`."""
+
+    source: Source
+    dtype: torch.dtype
+    part: str = ""  # of the packed form
+    made: dict[str, Tensor] = field(default_factory=dict)  # shared by the parts of one matrix
+
+    def is_floating_point(self) -> bool:
+        return self.source.layout is None or (
+            self.part == "weight_scale" and self.source.layout.dtype.is_floating_point
+        )
+
+    def __getitem__(self, _: Any) -> Tensor:
+        if self.source.layout is None:
+            return self.source.dense(self.dtype)
+        with self.source.lock:
+            if not self.made:
+                self.made.update(self.source.packed())
+            return self.made.pop(self.part)
+
+
+class GGUFModel:
+    """What a file says of a model: `config`, `sources`, and `load`.
+
+    Raises: GGUFError, UnsupportedModel, each naming the file and the key or tensor.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.file = GGUFFile(path)
+        with self._named():
+            self.row: Architecture = architecture_of_file(self.file.metadata)
+            self.config = self._config()
+            self.sources = self._sources()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Errors of the pieces name the file."""
+        try:
+            yield
+        except GGUFError as error:
+            if str(error).startswith(f"{self.path}: "):
+                raise
+            raise GGUFError(f"{self.path}: {error}") from None
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{self.path}: {error}") from None
+
+    # What the file says -----------------------------------------------------------------------------------
+
+    def _config(self) -> Any:
+        from transformers import AutoConfig
+
+        tensors, metadata = self.file.tensors, self.file.metadata
+        rope = {
+            name: decode_rows(self.file.rows(name), "F32", 4, torch.float32).flatten().tolist()
+            for name in ROPE_TENSORS
+            if name in tensors and tensors[name].type.name == "F32"
+        }
+        fields = config_of(self.row, metadata, tensors, rope)
+        table = tensors.get("token_embd.weight")
+        if table is None or len(table.shape) != 2:
+            raise GGUFError("tensor token_embd.weight is missing or no matrix")
+        fields["vocab_size"] = table.shape[0]
+        layers = fields[self.row.fields["block_count"]]
+        if f"blk.{layers - 1}.attn_norm.weight" not in tensors:
+            last = f"blk.{layers - 1}.attn_norm.weight"
+            raise GGUFError(f"{self.row.gguf}.block_count is {layers}, tensor {last} is missing")
+        if self._same_head():
+            fields["tie_word_embeddings"] = True
+        fields |= {f"{ours}_token_id": self._token_id(theirs) for ours, theirs in _IDS.items()}
+        try:
+            config = AutoConfig.for_model(self.row.model_type, **fields)
+            # Kept by what the class derives of its fields, such as the size of a head.
+            config.num_hidden_layers, config.num_attention_heads, config.hidden_size  # noqa: B018
+        except (ValueError, TypeError, ArithmeticError, AttributeError, KeyError) as error:
+            reason = str(error).strip().replace("\n", " ")
+            raise GGUFError(f"{self.row.model_type} cannot be made of its metadata: {reason}") from error
+        config.architectures = [self.row.model_class]
+        return config
+
+    def _same_head(self) -> bool:
+        """Whether the head is stored, and is the embedding again."""
+        head, table = (self.file.tensors.get(f"{name}.weight") for name in ("output", "token_embd"))
+        if head is None or (head.type, head.shape) != (table.type, table.shape):
+            return False
+        first, second = self.file.rows(head.name), self.file.rows(table.name)
+        try:
+            return all(torch.equal(a, b) for a, b in zip(first.split(4096), second.split(4096), strict=True))
+        finally:
+            for rows in (first, second):
+                drop_pages(rows, str(self.path))
+
+    def _token_id(self, name: str) -> int | None:
+        value = self.file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if value is not None and (type(value) is not int or not 0 <= value < 1 << 31):
+            raise GGUFError(f"tokenizer.ggml.{name}_token_id is {value!r}")
+        return value
+
+    def _sources(self) -> dict[str, Source]:
+        """Our name -> where it lies. Raises: GGUFError for a tensor that the model has no place for."""
+        left = dict(self.file.tensors)
+        for name in ROPE_TENSORS:
+            left.pop(name, None)
+        if self.config.tie_word_embeddings:
+            left.pop("output.weight", None)
+        out: dict[str, Source] = {}
+        for pair in pairs(self.row, self.config):
+            info = left.pop(pair.gguf, None)
+            if info is None:
+                continue
+            if pair.half == 1 and pair.name in out:
+                first = out[pair.name].infos[0]
+                if len(info.shape) != 3 or (first.shape[0], first.shape[2]) != (info.shape[0], info.shape[2]):
+                    raise GGUFError(
+                        f"tensor {pair.gguf} is {list(info.shape)}, {first.name} {list(first.shape)}"
+                    )
+                out[pair.name].infos.append(info)
+                continue
+            out[pair.name] = Source(self.file, pair, [info], row_order(pair, self.config))
+        if left:
+            more = f" and {len(left) - 1} others" if len(left) > 1 else ""
+            raise GGUFError(f"tensor {next(iter(left))}{more}: not one that a {self.row.gguf} has")
+        for source in out.values():
+            if source.pair.half is not None and len(source.infos) != 2:
+                raise GGUFError(f"tensor {source.infos[0].name} is there without its other half")
+        return out
+
+    @cached_property
+    def _types(self) -> set[str]:
+        """Types of the matrices that could be packed."""
+        return {
+            info.type.name for source in self.sources.values() if _matrix(source) for info in source.infos
+        }
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is not packed: the file's where its matrices are floats of one type, else fp32, which every
+        norm is stored in."""
+        floats = self._types - set(GRIDS)
+        return _FLOATS.get(next(iter(floats)), torch.float32) if len(floats) == 1 else torch.float32
+
+    # Loading ----------------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        *,
+        packed: bool = True,
+        dtype: Any = "auto",
+        transforms: PatchConfig | None = None,
+        **hf_kwargs: Any,
+    ) -> nn.Module:
+        """The model, in eval mode.
+
+        Args:
+            packed: keep matrices of block types packed; else everything becomes `dtype`.
+            dtype: of what is not packed; "auto": see `dtype`, and bf16 for what is dequantized.
+            transforms: choices of the runtime for a packed model.
+            hf_kwargs: for transformers' `from_pretrained`, such as `attn_implementation`.
+        """
+        with self._named():
+            if packed:
+                self._choose_layouts()
+            given = dtype
+            if dtype in ("auto", None):
+                dequantized = {t for t in self._types if t in GRIDS} if not packed else self._dequantized()
+                dtype = torch.bfloat16 if dequantized else self.dtype
+            elif isinstance(dtype, str):
+                dtype = getattr(torch, dtype, None)
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                raise PatchError(f"dtype={given!r}: 'auto' or a float dtype of torch")
+            return self._load(dtype, transforms, hf_kwargs).eval()
+
+    def _choose_layouts(self) -> None:
+        for source in self.sources.values():
+            kinds = {info.type.name for info in source.infos}
+            if _matrix(source) and len(kinds) == 1 and kinds <= set(GRIDS):
+                stem = source.infos[0].name.split(".")[-2]
+                source.layout = layout_of(kinds.pop(), wide=stem in _WIDE)
+        # Both matrices of an expert have one layout (`QuantExperts`).
+        for name, source in self.sources.items():
+            if name.endswith(".gate_up_proj") and source.pair.stacked:
+                other = self.sources[name.removesuffix("gate_up_proj") + "down_proj"]
+                if source.layout != other.layout:
+                    log.warning("%s: experts of two types are dequantized", name.rpartition(".")[0])
+                    source.layout = other.layout = None
+
+    def _dequantized(self) -> bool:
+        return any(
+            _matrix(source) and source.layout is None and source.infos[0].type.name in GRIDS
+            for source in self.sources.values()
+        )
+
+    def _load(self, dtype: torch.dtype, transforms: PatchConfig | None, hf_kwargs: dict) -> nn.Module:
+        import transformers
+        from transformers import GenerationConfig
+
+        from hfaccel.loading import FOREIGN
+
+        cls = getattr(transformers, self.row.model_class)
+        given: dict[str, Lazy] = {}
+        for name, source in self.sources.items():
+            if source.layout is None:
+                given[name] = Lazy(source, dtype)
+                continue
+            made: dict[str, Tensor] = {}
+            for part in ("weight", "weight_scale"):
+                key = name.removesuffix("weight") + part if name.endswith(".weight") else name
+                key += "_scale" if key == name and part == "weight_scale" else ""
+                given[key] = Lazy(source, dtype, part, made)
+        ids = {f"{ours}_token_id": getattr(self.config, f"{ours}_token_id") for ours in _IDS}
+        ends = [ids["eos_token_id"], *(self._token_id(name) for name in ("eot", "eom"))]
+        ends = list(dict.fromkeys(each for each in ends if each is not None))
+        ids["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
+        generation = GenerationConfig(**ids)
+        record = self._record(dtype, transforms)
+        if record.packed:
+            self.config.quantization_config = record
+        else:
+            with torch.device("meta"):
+                self._check(cls(self.config))
+        token = FOREIGN.set(self._check)
+        try:
+            model = cls.from_pretrained(
+                None,
+                config=self.config,
+                state_dict=given,
+                dtype=dtype,
+                generation_config=generation,
+                **hf_kwargs,
+            )
+        finally:
+            FOREIGN.reset(token)
+            vars(self.config).pop("quantization_config", None)
+        model.config.name_or_path = str(self.path)
+        return model
+
+    def _record(self, dtype: torch.dtype, transforms: PatchConfig | None) -> SavedConfig:
+        """What a folder of the packed model would say."""
+        record = SavedConfig(**SavedConfig.empty())
+        record.dtype, record.config = dtype, transforms or PatchConfig()
+        for name, source in self.sources.items():
+            if source.layout is None:
+                continue
+            step = f"gguf:{source.infos[0].type.name}"
+            if source.pair.stacked:
+                holder = name.rpartition(".")[0]
+                sizes = tuple(
+                    size
+                    for leaf in ("gate_up_proj", "down_proj")
+                    for size in self.sources[f"{holder}.{leaf}"].shape
+                )
+                record.packed[holder] = Packed("experts", step, source.layout, sizes)
+                continue
+            kind = "embedding" if source.pair.gguf == "token_embd.weight" else "linear"
+            record.packed[name.removesuffix(".weight")] = Packed(
+                kind, step, source.layout, source.infos[0].shape
+            )
+        table, head = (self.row.outside[stem] for stem in ("token_embd", "output"))
+        if self.config.tie_word_embeddings and table in record.packed:
+            of_table = record.packed[table]
+            record.packed[head] = Packed("linear", of_table.step, of_table.layout, of_table.sizes)
+            record.tied = {f"{head}.{part}": f"{table}.{part}" for part in ("weight", "weight_scale")}
+        return record
+
+    def _check(self, model: nn.Module) -> None:
+        """Every tensor of the model is in the file, with its shape. Raises: GGUFError."""
+        theirs = {pair.name: pair.gguf for pair in reversed(pairs(self.row, self.config))}
+        head = f"{self.row.outside['output']}.weight"
+        for name, tensor in model.state_dict().items():
+            if name == head and self.config.tie_word_embeddings:
+                continue
+            source = self.sources.get(name)
+            if source is None:
+                raise GGUFError(f"tensor {theirs.get(name, name)} is missing")
+            if source.shape != tuple(tensor.shape):
+                wanted = list(tensor.shape[::-1] if source.pair.transposed else tensor.shape)
+                found = source.infos[0]
+                raise GGUFError(f"tensor {found.name} is {list(found.shape)}, the metadata makes it {wanted}")
+        if extra := set(self.sources) - set(model.state_dict()):
+            raise GGUFError(f"tensor {self.sources[min(extra)].infos[0].name}: not one that this model has")
+
+
+def _matrix(source: Source) -> bool:
+    """Whether it is a matrix of a layer, of the head or of the embedding."""
+    if source.pair.stacked:
+        return True
+    stem, _, suffix = source.pair.gguf.rpartition(".")
+    return suffix == "weight" and len(source.infos[0].shape) == 2 and stem.split(".")[-1] not in _DENSE
