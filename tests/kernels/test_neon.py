@@ -54,9 +54,9 @@ def here(w: native.Weight, weight, bias, x) -> torch.Tensor:
 def driver(tmp_path_factory) -> Path:
     """The matmul sources and linear_driver.cpp as an aarch64 program."""
     out = tmp_path_factory.mktemp("neon") / "driver"
-    names = ("matmul", "matmul_plain", "quantize", "parallel")
+    plan = {"plan.cpp", "attend_block.cpp"}
     sources = [
-        *(native.CSRC / f"{name}.cpp" for name in names),
+        *(source for source in native.sources() if source.name not in plan),
         Path(__file__).with_name("linear_driver.cpp"),
     ]
     flags = (*native._FLAGS, "-DHFA_ISA_NEON", *native.ISAS["neon"].flags)
