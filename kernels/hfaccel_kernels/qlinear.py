@@ -208,7 +208,18 @@ def _linear(described: native.Weight, x: Tensor, n: int, k: int) -> Tensor:
 
 
 dispatch.register("qlinear", "reference", priority=0, refusal=lambda call: "")(qlinear_reference)
-triton_support.register("qlinear", "triton_linear:linear")
+
+
+def _triton_refuses(call: dispatch.Call) -> str:
+    if call.layout is not None and (
+        call.layout.bits in (5, 6) or call.layout.scale_dtype not in TRITON_SCALES
+    ):
+        return f"no kernel for {call.layout.bits} bits with scale_dtype={call.layout.scale_dtype!r}"
+    return triton_support.refusal(call)
+
+
+TRITON_SCALES = ("fp32", "fp16", "double")
+triton_support.register("qlinear", "triton_linear:linear", _triton_refuses)
 dispatch.register("plain_linear", "reference", priority=0, refusal=lambda call: "")(plain_linear_reference)
 
 
