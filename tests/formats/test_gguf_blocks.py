@@ -5,31 +5,11 @@ import numpy as np
 import pytest
 import torch
 
+from gguf_bytes import blocks_of
 from hfaccel.formats import gguf_blocks
 from hfaccel.formats.gguf_file import TYPES
 
 QUANTIZED = [block for block in TYPES.values() if block.name not in gguf_blocks.FLOATS]
-# where the fp16 numbers of a block lie
-HALVES = {
-    "Q4_1": (0, 2),
-    "Q5_1": (0, 2),
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-}
-
-
-def blocks_of(block, count: int, seed: int = 0) -> torch.Tensor:
-    """Random blocks whose fp16 numbers are finite: both signs, subnormals and large ones among them."""
-    generator = torch.Generator().manual_seed(seed)
-    out = torch.randint(0, 256, (count, block.bytes), dtype=torch.uint8, generator=generator)
-    for at in HALVES.get(block.name, (0,)):
-        halves = torch.randint(0, 0x7C00, (count, 1), generator=generator).to(torch.int16)
-        halves[0::2] += -32768
-        out[:, at : at + 2] = halves.view(torch.uint8).view(count, 2)
-    return out
 
 
 @pytest.mark.parametrize("block", QUANTIZED, ids=lambda block: block.name)

@@ -1,10 +1,12 @@
 import pytest
 import torch
 
-from formats.test_gguf_blocks import QUANTIZED, blocks_of
+from gguf_bytes import BY_NAME, blocks_of
 from hfaccel.formats.gguf_blocks import decode_rows
 from hfaccel.formats.gguf_pack import GRIDS, layout_of, pack_blocks
 from hfaccel_kernels.layouts import dequantize
+
+QUANTIZED = [BY_NAME[name] for name in GRIDS]
 
 
 @pytest.mark.parametrize("block", QUANTIZED, ids=lambda block: block.name)
@@ -23,13 +25,13 @@ def test_a_packed_tensor_is_the_file_s_bit_for_bit(block, wide):
 
 @pytest.mark.parametrize("kind, most", [(kind, 1.34 if kind in ("Q2_K", "Q3_K") else 1.03) for kind in GRIDS])
 def test_bytes_are_near_the_file_s(kind, most):
-    block = next(block for block in QUANTIZED if block.name == kind)
+    block = BY_NAME[kind]
     n, k = 64, 1024
     assert layout_of(kind, wide=False).bytes(n, k) <= most * (n * k // block.size * block.bytes)
 
 
 def test_pieces_of_rows_do_not_change_a_bit(monkeypatch):
-    block = next(block for block in QUANTIZED if block.name == "Q4_K")
+    block = BY_NAME["Q4_K"]
     rows = blocks_of(block, 100).view(100, -1)
     layout = layout_of("Q4_K", wide=False)
     whole = pack_blocks(rows, block, layout)
