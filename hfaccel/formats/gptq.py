@@ -118,7 +118,7 @@ def config(matrices: dict[str, Matrix], left: list[str], format: str) -> dict[st
     """`quantization_config`: what most matrices are, and the others by name."""
     from hfaccel import __version__
 
-    grids = {name: (m.bits, m.group, m.symmetric) for name, m in matrices.items()}
+    grids = {name: (m.bits, m.group, m.zero is None) for name, m in matrices.items()}
     (bits, group, symmetric), _ = Counter(grids.values()).most_common(1)[0]
     dynamic: dict[str, dict[str, Any]] = {
         f"+:^{re.escape(name)}$": {"bits": b, "group_size": g, "sym": s}
