@@ -69,7 +69,7 @@ def test_every_value_is_there_in_fp32(family, tmp_path):
             parameter = parameter + 1
         assert torch.equal(value.flatten().sort().values, parameter.detach().flatten().sort().values), name
         seen += 1
-    assert seen > 10
+    assert seen >= 10
 
 
 def _architecture(family):
@@ -98,22 +98,23 @@ def test_rows_of_queries_and_keys_pair_the_halves_of_their_own_heads(heads, kv, 
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("variant", ["F32", "F16", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize("variant", ["F32", "F16", "Q8_0", "Q4_1", "Q4_K_M"])
 def test_transformers_own_loader_reads_it(family, variant, tmp_path):
-    model = tiny(family, hidden_size=64, intermediate_size=128, vocab_size=300)
+    head = 128 if family == "qwen3" else 64  # its qwen3 knows no other size
+    sizes = {"hidden_size": 256, "head_dim": head, "intermediate_size": 288, "vocab_size": 300}
+    model = tiny(family, attn="sdpa", **sizes)
     tokenizer = byte_level()
-    tensors, _ = exported(model, variant, tmp_path / "m.gguf", tokenizer=tokenizer)
+    exported(model, variant, tmp_path / "m.gguf", tokenizer=tokenizer)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32).eval()
-    prompt = ids(2, 9)
-    with torch.no_grad():
-        found, wanted = loaded(prompt).logits, model(prompt).logits
+    # Relative: of fp16; step / sqrt(12) where 32 normal weights span 4.2 deviations; biases and norms exact.
+    most = {"F32": 0.0, "F16": 3e-4, "Q8_0": 6e-3, "Q4_1": 0.081, "Q4_K_M": 0.081}[variant]
+    for name, parameter in model.named_parameters():
+        limit = most * parameter.norm() if parameter.dim() > 1 else 0.0
+        assert (loaded.get_parameter(name) - parameter).norm() <= limit, name
     if variant == "F32":
-        for name, parameter in model.named_parameters():
-            assert torch.equal(loaded.get_parameter(name), parameter), name
-        assert torch.equal(found, wanted)
-    else:  # relative error: fp16, 1/254 of a block's largest, 1/30 of its range
-        most = {"F16": 2e-3, "Q8_0": 0.03, "Q4_1": 0.35}[variant]
-        assert (found - wanted).norm() < most * wanted.norm()
+        prompt = ids(2, 9)
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(prompt).logits, model(prompt).logits, rtol=1e-5, atol=1e-5)
     if family == "llama":
         assert AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf").encode("then hello 2026") == (
             tokenizer.encode("then hello 2026")
@@ -140,13 +141,13 @@ def test_k_types_where_256_divides_and_their_stand_ins_elsewhere(variant, tmp_pa
 
 
 def test_metadata_and_tokenizer(tmp_path):
-    model = tiny("llama", vocab_size=320)
+    model = tiny("llama", vocab_size=340)
     model.generation_config.eos_token_id = [2, 3]
     _, fields = exported(model, "Q8_0", tmp_path / "m.gguf", tokenizer=sentence_piece())
     assert fields["general.architecture"] == "llama" and fields["general.type"] == "model"
-    assert fields["llama.block_count"] == 2 and fields["llama.vocab_size"] == 320
+    assert fields["llama.block_count"] == 2 and fields["llama.vocab_size"] == 340
     assert fields["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(model.config.rms_norm_eps)
-    assert len(fields["tokenizer.ggml.tokens"]) == len(fields["tokenizer.ggml.scores"]) == 320
+    assert len(fields["tokenizer.ggml.tokens"]) == len(fields["tokenizer.ggml.scores"]) == 340
     assert fields["tokenizer.ggml.eos_token_id"] == 2 and fields["tokenizer.ggml.eot_token_id"] == 3
     assert fields["tokenizer.chat_template"].startswith("{% for m in messages %}")
 
@@ -183,8 +184,8 @@ def test_calibration_lowers_the_error_of_what_the_layers_put_out(tmp_path):
     with torch.no_grad():  # some channels count more
         model.model.layers[1].input_layernorm.weight[::5] *= 20
     data = ids(4, 64)
-    plain, _ = exported(model, "Q4_0", tmp_path / "a.gguf")
-    weighted, _ = exported(model, "Q4_0", tmp_path / "b.gguf", calibration=data)
+    plain, _ = exported(model, "Q4_1", tmp_path / "a.gguf")
+    weighted, _ = exported(model, "Q4_1", tmp_path / "b.gguf", calibration=data)
     seen = []
     module = model.model.layers[1].self_attn.v_proj
     hook = module.register_forward_pre_hook(lambda _, args: seen.append(args[0].reshape(-1, 64)))
