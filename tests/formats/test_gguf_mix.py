@@ -31,15 +31,13 @@ def test_plain_types():
 
 @pytest.mark.parametrize("variant, main", [("Q4_K_M", "Q4_K"), ("Q5_K_M", "Q5_K")])
 def test_mixtures(variant, main):
-    for role in ("attn_v", "ffn_down"):
+    for role in ("attn_v", "attn_qkv", "ffn_down"):
         more = [i for i in range(32) if kind(variant, f"blk.{i}.{role}.weight") == "Q6_K"]
         # the first and the last four, and every third between
         assert more == [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]
         assert kind(variant, f"blk.4.{role}.weight") == main
     assert kind(variant, "blk.0.attn_q.weight") == main
     assert kind(variant, "blk.0.attn_output.weight") == main
-    step_up = {"Q4_K": "Q5_K", "Q5_K": "Q6_K"}[main]
-    assert kind(variant, "blk.9.attn_qkv.weight") == step_up
     assert kind(variant, "output.weight") == "Q6_K"
 
 
