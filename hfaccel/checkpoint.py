@@ -17,7 +17,8 @@ as `hfaccel_kernels.layouts` describes it, and `config.json` says under "quantiz
     transforms       every transform of the patch in order, also those of the runtime, as `Transform.to_dict`
     dtype            of every float tensor that is not packed, but for
     dtypes           name -> another dtype; for the `weight` of a packed module: the dtype it computes in
-    packed           list of {kind, step, layout, modules}: kind is linear, embedding or experts, step the
+    packed           list of {kind, step, layout, modules}: kind is linear, scaled (a linear with an
+                     `input_scale` fp32 [in] of its own), embedding or experts, step the
                      recipe step that rounded them, layout `Layout.to_dict`, modules name -> "ROWSxCOLUMNS"
                      of the matrix (experts: "ExROWSxCOLUMNS" of gate_up_proj, a comma, that of down_proj)
     tied             name -> name of the stored tensor that it shares; only the latter is in the files
@@ -168,7 +169,7 @@ class SavedConfig(QuantizationConfigMixin):
 
 _MATRIX = r"[1-9]\d{0,8}x[1-9]\d{0,8}"
 _FUSED = rf"[1-9]\d{{0,5}}x{_MATRIX}"
-KINDS = {"linear": _MATRIX, "embedding": _MATRIX, "experts": f"{_FUSED},{_FUSED}"}
+KINDS = {"linear": _MATRIX, "scaled": _MATRIX, "embedding": _MATRIX, "experts": f"{_FUSED},{_FUSED}"}
 
 
 def size_text(sizes: tuple[int, ...]) -> str:
@@ -248,9 +249,10 @@ def _of_packed(name: str, packed: dict[str, Packed]) -> bool:
 
 
 def packed_kind(module: nn.Module) -> str | None:
-    from hfaccel.quant.linear import QuantEmbedding, QuantExperts, QuantLinear
+    from hfaccel.quant.linear import QuantEmbedding, QuantExperts, QuantLinear, ScaledLinear
 
-    kinds = {QuantLinear: "linear", QuantEmbedding: "embedding", QuantExperts: "experts"}
+    kinds = {ScaledLinear: "scaled", QuantLinear: "linear", QuantEmbedding: "embedding"}
+    kinds[QuantExperts] = "experts"
     return next((kind for cls, kind in kinds.items() if isinstance(module, cls)), None)
 
 

@@ -156,10 +156,12 @@ class Loading:
             return
         kind = "experts" if is_fused_experts(original) else "linear"
         kind = "embedding" if isinstance(original, nn.Embedding) else kind
+        scaled = kind == "linear" and packed.kind == "scaled"
+        kind = "scaled" if scaled else kind
         found = unpackable(original) or f"{kind} {size_text(packed_sizes(original))}"
         if found != (wanted := f"{packed.kind} {size_text(packed.sizes)}"):
             raise CheckpointError(f"{name}: the record says {wanted}, the architecture says {found}")
-        new = skeleton(original, packed.layout)
+        new = skeleton(original, packed.layout, scaled=scaled)
         new._is_hf_initialized = True  # nothing in it is to be filled at random, also not what stays on disk
         self.originals[name] = type(original).__name__, tensor_bytes(original)
         for parent in self.model.modules():
@@ -227,7 +229,8 @@ class Loading:
             if is_packed(module):
                 for name, buffer in module._buffers.items():
                     if name.endswith("_scale"):  # fp16 models keep some modules in fp32, with what is in them
-                        module._buffers[name] = buffer.to(module.layout.dtype)
+                        dtype = torch.float32 if name == "input_scale" else module.layout.dtype
+                        module._buffers[name] = buffer.to(dtype)
         check_materialized(self.model)
         state = State(self.record.config, self._records(), origin="loaded")
         # A loaded model has no originals, so nothing is to be undone.

@@ -45,12 +45,14 @@ class Fold:
     Attributes:
         columns: [K], what each input column of the matrix is multiplied by, or None.
         rows: [N], what each output row (bias too) is divided by, or None.
+        inputs: [K], what the new module multiplies its inputs by, where nothing before it does; or None.
         stats: of the inputs as they will be, in place of what calibration observed, or None.
         note: for the report.
     """
 
     columns: Tensor | None = None
     rows: Tensor | None = None
+    inputs: Tensor | None = None
     stats: Stats | None = None
     note: str = ""
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hfaccel import compat
 from hfaccel.errors import PatchError
-from hfaccel.quant.linear import QuantEmbedding, QuantLinear, is_packed
+from hfaccel.quant.linear import QuantEmbedding, QuantLinear, ScaledLinear, is_packed
 from hfaccel.quant.packing import pack_matrix
 from hfaccel.quant.rtn import round_to_nearest
 
@@ -65,7 +65,8 @@ class _Merging:
             raise PatchError(
                 f"merging {', '.join(names)}: NaN or infinite values; the adapter seems to be broken"
             )
-        packed = pack_matrix(merged, base.layout, round_to_nearest)
+        codes = merged / base.input_scale if isinstance(base, ScaledLinear) else merged
+        packed = pack_matrix(codes, base.layout, round_to_nearest)
         if bias is not None and bias is not before["bias"]:
             packed["bias"] = nn.Parameter(bias.detach(), requires_grad=before["bias"].requires_grad)
         base.store(before | packed)

@@ -11,11 +11,11 @@ whose rounded readers err least at their outputs, by the inputs' second moments 
 
 s = 1 is among them. Then the range of every group is clipped by the weighted search of `grid.py`.
 
-The inverse goes into the norm or into the rows of the linear that feeds the readers, and into nothing else:
-a group whose input something else reads too (`Anatomy.groups`), or that passes through fused experts, is
-rounded without scales, and the report says why. Between v and o one scale serves the columns of all query
-heads that share a value head. Where a norm's dtype cannot hold its new weight the columns take the quotient
-that it does hold.
+The inverse goes into the norm or into the rows of the linear that feeds the readers. Where something else
+reads the same, or what feeds them is not in proportion (a GELU; `Anatomy.groups`), the readers multiply their
+inputs by it themselves (`linear.ScaledLinear`), and the report says why. What passes through fused experts is
+rounded without scales. Between v and o one scale serves the columns of all query heads that share a value
+head. Where a norm's dtype cannot hold its new weight the columns take the quotient that it does hold.
 
 What was trained on the inputs of a folded group, such as an adapter made for the model before, does not fit
 the model after.
@@ -107,14 +107,14 @@ class AWQ(Rounding):
 
 
 # (readers, their weights [N, K], what was observed of their inputs, [K] int64: columns of equal numbers have
-# equal scales) -> the scale [K] of their input channels
-Choose = Callable[[list[Site], list[Tensor], Stats, Tensor], Tensor]
+# equal scales, None: each its own) -> the scale [K] of their input channels
+Choose = Callable[[list[Site], list[Tensor], Stats, Tensor | None], Tensor]
 
 
 def best_scale(transform: Rounding) -> Choose:
     """AWQ's scale for the grids of a transform, from second moments."""
 
-    def choose(readers: list[Site], weights: list[Tensor], found: Stats, into: Tensor) -> Tensor:
+    def choose(readers: list[Site], weights: list[Tensor], found: Stats, into: Tensor | None) -> Tensor:
         return search_scale(weights, found.hessian, [transform.layout(site) for site in readers], into)
 
     return choose
@@ -128,7 +128,7 @@ def fold_scales(
     journal: Journal,
     choose: Choose,
 ) -> dict[str, Fold]:
-    """Choose the scales of every group of linears among `sites`, and fold them.
+    """Choose the scales of every group of linears among `sites`, and where their inverses go.
 
     Args:
         sites: those of one block that are about to be rounded.
@@ -142,6 +142,7 @@ def fold_scales(
             mine |= {f"{site.name}.{key}": site for key in site.module._parameters}
     columns: dict[str, Tensor] = {}
     rows: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
     after: dict[str, Stats] = {}
     notes: dict[str, str] = {}
     for group in anatomy.groups:
@@ -149,20 +150,26 @@ def fold_scales(
         if not readers:
             continue
         found = stats[next(iter(readers))][0]
-        if why := _unscalable(anatomy, group, readers, mine, found):
+        if why := _unscalable(readers, found):
             notes |= dict.fromkeys(readers, f"inputs not scaled: {why}")
             continue
+        apart = _unfoldable(anatomy, group, mine)
         with ExitStack() as stack:
             for site in readers.values():
                 stack.enter_context(compat.materialized(site.module))
                 check_finite(site)
             weights = [matrix_of(site.module) for site in readers.values()]
-            into = anatomy.feeder_rows(group).to(found.device)
+            into = None if apart else anatomy.feeder_rows(group).to(found.device)
             try:
                 scale = choose(list(readers.values()), weights, found, into)
             except PatchError as error:
                 raise PatchError(f"{group.readers[0]}: {error}") from None
-        if group.feeder in mine:
+        if apart:
+            if bool((scale == 1).all()):
+                continue
+            inputs |= dict.fromkeys(readers, scale.reciprocal())
+            notes |= dict.fromkeys(readers, f"it scales its inputs itself: {apart}")
+        elif group.feeder in mine:
             site = mine[group.feeder]
             part = torch.ones(size_of(site.module)[0], device=scale.device)
             part[into] = scale
@@ -175,24 +182,29 @@ def fold_scales(
             columns[name], after[name] = scale, scaled
     return {
         name: Fold(
-            columns=columns.get(name), rows=rows.get(name), stats=after.get(name), note=notes.get(name, "")
+            columns=columns.get(name),
+            rows=rows.get(name),
+            inputs=inputs.get(name),
+            stats=after.get(name),
+            note=notes.get(name, ""),
         )
         for name in {**columns, **rows, **notes}
     }
 
 
-def _unscalable(
-    anatomy: Anatomy, group: Group, readers: dict[str, Site], mine: dict[str, Site], found: Stats
-) -> str:
+def _unscalable(readers: dict[str, Site], found: Stats) -> str:
     """Why the inputs of a group keep their sizes; "" if they need not."""
     if any(is_fused_experts(site.module) for site in readers.values()):
         return "fused experts"
+    return "" if found.tokens else "no token reached them"
+
+
+def _unfoldable(anatomy: Anatomy, group: Group, mine: dict[str, Site]) -> str:
+    """Why what feeds a group cannot take the inverse of its scale; "" if it can."""
     if group.feeder is None:
         return "what feeds them is read elsewhere or not in proportion"
     if left := [name for name in group.readers if name not in mine]:
         return f"{left[0].rpartition('.')[2]} reads the same and is not rounded with them"
-    if not found.tokens:
-        return "no token reached them"
     if group.feeder not in mine and group.feeder not in anatomy.blocks[group.block].norms.values():
         return f"{group.feeder.rpartition('.')[2]} feeds them and is not rounded with them"
     return ""

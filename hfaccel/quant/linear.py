@@ -133,8 +133,26 @@ class QuantLinear(_PackedMatrix, nn.Linear):
         return f"in_features={self.in_features}, out_features={self.out_features}, {describe(self.layout)}"
 
 
-class Int8Linear(QuantLinear):
-    """A QuantLinear that shows its codes as int8, for parents that cast inputs to any other dtype (T5)."""
+class ScaledLinear(QuantLinear):
+    """A QuantLinear whose inputs are multiplied by `input_scale` (fp32 [in]) first.
+
+    AWQ and SmoothQuant leave it where nothing before the module can take the inverse of its columns' scale.
+    """
+
+    def __init__(self, *args, input_scale: Tensor, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_buffer("input_scale", input_scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float() * self.input_scale).to(x.dtype)
+
+    def dequantize(self, tensors: dict[str, Tensor] | None = None) -> Tensor:
+        """What the module multiplies its inputs by, fp32 [out, in]."""
+        return super().dequantize(tensors) * self.input_scale
+
+
+class _ShownAsInt8:
+    """A packed linear that shows its codes as int8, for parents that cast inputs to any other dtype (T5)."""
 
     @property
     def weight(self) -> Tensor:
@@ -145,6 +163,14 @@ class Int8Linear(QuantLinear):
             # Read from a file already: transformers, which fills what is not, looks at this.
             shown._is_hf_initialized = getattr(codes, "_is_hf_initialized", False)
         return shown
+
+
+class Int8Linear(_ShownAsInt8, QuantLinear):
+    pass
+
+
+class Int8ScaledLinear(_ShownAsInt8, ScaledLinear):
+    pass
 
 
 class QuantEmbedding(_PackedMatrix, nn.Embedding):
@@ -327,8 +353,9 @@ def size_of(module: nn.Module) -> tuple[int, int]:
 
 def show_as_int8(module: nn.Module) -> nn.Module:
     """The module as a parent that spares int8 weights must see it."""
-    if type(module) is QuantLinear:
-        module.__class__ = Int8Linear
+    kinds = {QuantLinear: Int8Linear, ScaledLinear: Int8ScaledLinear}
+    if type(module) in kinds:
+        module.__class__ = kinds[type(module)]
     return module
 
 

@@ -12,6 +12,7 @@ from hfaccel.quant.linear import (
     QuantEmbedding,
     QuantExperts,
     QuantLinear,
+    ScaledLinear,
     is_conv1d,
     is_fused_experts,
     is_packed,
@@ -63,8 +64,14 @@ def pack_module(module: nn.Module, layout: Layout, rounding: Callable[[Tensor], 
     return packed_like(module, layout, pack_matrix(matrix, layout, rounding(matrix)))
 
 
-def packed_like(module: nn.Module, layout: Layout, packed: dict[str, Tensor]) -> nn.Module:
-    """The module of `packed` tensors that takes the place of a linear, Conv1D or embedding."""
+def packed_like(
+    module: nn.Module, layout: Layout, packed: dict[str, Tensor], input_scale: Tensor | None = None
+) -> nn.Module:
+    """The module of `packed` tensors that takes the place of a linear, Conv1D or embedding.
+
+    Args:
+        input_scale: fp32 [K], what a linear multiplies its inputs by first.
+    """
     dtype = module.weight.dtype if module.weight.is_floating_point() else module.out_like.dtype
     if isinstance(module, nn.Embedding):
         multiplier, rounds = embed_scale(module)
@@ -81,11 +88,16 @@ def packed_like(module: nn.Module, layout: Layout, packed: dict[str, Tensor]) ->
             ),
         )
     n, k = size_of(module)
-    return _like(module, QuantLinear(k, n, layout, packed, bias=module.bias, compute_dtype=dtype))
+    kind, more = (QuantLinear, {}) if input_scale is None else (ScaledLinear, {"input_scale": input_scale})
+    return _like(module, kind(k, n, layout, packed, bias=module.bias, compute_dtype=dtype, **more))
 
 
-def skeleton(module: nn.Module, layout: Layout) -> nn.Module:
-    """The packed form of `module` with empty tensors on the meta device, for loading."""
+def skeleton(module: nn.Module, layout: Layout, *, scaled: bool = False) -> nn.Module:
+    """The packed form of `module` with empty tensors on the meta device, for loading.
+
+    Args:
+        scaled: of a linear with a scale of its inputs.
+    """
 
     def empty(n: int, k: int, lead: tuple[int, ...] = ()) -> dict[str, Tensor]:
         return {
@@ -99,7 +111,9 @@ def skeleton(module: nn.Module, layout: Layout) -> nn.Module:
             for name in QuantExperts.PROJECTIONS
         }
         return _like(module, QuantExperts(module, layout, packed))
-    return packed_like(module, layout, empty(*size_of(module)))
+    n, k = size_of(module)
+    scale = torch.empty(k, dtype=torch.float32, device="meta") if scaled else None
+    return packed_like(module, layout, empty(n, k), scale)
 
 
 def unpackable(module: nn.Module) -> str:

@@ -113,7 +113,8 @@ class Rounding(Transform):
             matrix = matrix / fold.rows[:, None]
             if bias is not None:
                 bias = nn.Parameter((bias.detach().float() / fold.rows).to(bias.dtype), bias.requires_grad)
-        new = packed_like(module, layout, pack_matrix(matrix, layout, self.rounder(matrix, stats)))
+        packed = pack_matrix(matrix, layout, self.rounder(matrix, stats))
+        new = packed_like(module, layout, packed, fold.inputs)
         new.bias = bias
         return new
 

@@ -4,7 +4,7 @@
 
 with x_j input j over calibration and w_j its column over all its readers (Xiao et al. 2022,
 arXiv:2211.10438). The inverse goes where AWQ's goes (`awq.fold_scales`): into the norm or the rows of the
-linear that feeds the readers; a group without such a feeder keeps its inputs, and the report says why.
+linear that feeds the readers, else into the readers, which then scale their inputs themselves.
 
 Then weights are rounded to nearest, one scale a row, and activations as they come, one scale a token (max|x|
 / 127), or with `static` one for all tokens, the largest of calibration: products are int8 x int8, sums exact.
@@ -108,7 +108,7 @@ class SmoothQuant(Rounding):
 
 
 def _choose(
-    readers: list[Site], weights: list[Tensor], found: Stats, into: Tensor, *, alpha: float
+    readers: list[Site], weights: list[Tensor], found: Stats, into: Tensor | None, *, alpha: float
 ) -> Tensor:
     return migration(found.abs_max, torch.stack([w.abs().amax(0) for w in weights]).amax(0), alpha, into)
 

@@ -27,7 +27,7 @@ from hfaccel.anatomy import Anatomy
 from hfaccel.errors import PatchError
 from hfaccel.journal import Journal
 from hfaccel.progress import progress_bar
-from hfaccel.quant.linear import QuantExperts, QuantLinear
+from hfaccel.quant.linear import QuantExperts, QuantLinear, ScaledLinear
 from hfaccel.transform import Site
 from hfaccel_kernels.layouts import dequantize, pack_rows, unpack_rows
 
@@ -213,6 +213,8 @@ class _Scaled:
 
     def _forward(self, x: Tensor) -> Tensor:
         module = self.module
+        if isinstance(module, ScaledLinear):
+            x = (x.float() * module.input_scale).to(x.dtype)
         y = _Product.apply(x, self.changes["weight"], module, "weight", None, module.size)
         return y if module.bias is None else y + module.bias.to(y.dtype)
 

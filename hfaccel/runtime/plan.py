@@ -39,7 +39,7 @@ class Matrix:
     """One weight `[n, k]` as it lies in its module: packed in `layout`, or plain rows of a float dtype.
 
     `transposed` marks transformers' Conv1D, whose weight is [k, n]. `experts` > 0 marks as many matrices in
-    one stacked tensor.
+    one stacked tensor. What it multiplies has been multiplied by `input_scale` (fp32 [k]) by another record.
     """
 
     n: int
@@ -51,6 +51,7 @@ class Matrix:
     bias: torch.Tensor | None = None
     transposed: bool = False
     experts: int = 0
+    input_scale: torch.Tensor | None = None
 
     @property
     def format(self) -> str:

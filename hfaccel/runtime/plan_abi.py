@@ -25,6 +25,7 @@ from hfaccel.runtime.plan_ops import (
     Rope,
     Rotary,
     Route,
+    Scale,
 )
 from hfaccel_kernels import native
 
@@ -223,6 +224,8 @@ class Encoded:
         elif isinstance(op, Norm):
             c.reals[0], c.ints[0] = op.eps, op.centered | op.unit_offset << 1
             self.tensors(c, op.weight, op.bias)
+        elif isinstance(op, Scale):
+            self.tensors(c, op.scale)
         elif isinstance(op, Matmul):
             c.ints[0] = op.parts[0].transposed
         elif isinstance(op, Rotary):

@@ -20,6 +20,7 @@ from hfaccel.runtime.plan_ops import (
     Matmul,
     Norm,
     Quant,
+    Scale,
 )
 from hfaccel.runtime.plan_weights import ACTIVATION_OF, activation, matrix_of, refuse_wrapped, split_rows
 
@@ -121,13 +122,25 @@ class Builder:
     def matmul(self, x: int, parts: list[tuple[str, Matrix, int]], layer: int) -> None:
         """Products of one input with (name, matrix, output buffer): each kind of input quantized once."""
         quantized: dict[tuple, int] = {}
+        scales: list[torch.Tensor] = []
         runs: list[tuple[int, list]] = []
         for part in parts:
-            key, source = acts_key(part[1]), x
+            source, apart = x, ""
+            if (scale := part[1].input_scale) is not None:
+                number = next((i for i, known in enumerate(scales) if torch.equal(known, scale)), len(scales))
+                apart = f" scaled {number}" if number else " scaled"
+                source = self.buffer("inputs" + apart, part[1].k, self.rows(x))
+                if number == len(scales):
+                    scales.append(scale)
+                    name = part[0] + " input_scale"
+                    self.ops.append(Scale(name=name, layer=layer, x=x, out=source, scale=scale))
+            key = acts_key(part[1]) and (source, acts_key(part[1]))
             if key is not None:
                 if key not in quantized:
-                    quantized[key] = self.buffer("acts", part[1].k, self.rows(x), kind="acts", acts=part[1])
-                    self.ops.append(Quant(name=part[0] + " input", layer=layer, x=x, out=quantized[key]))
+                    quantized[key] = self.buffer(
+                        "acts" + apart, part[1].k, self.rows(x), kind="acts", acts=part[1]
+                    )
+                    self.ops.append(Quant(name=part[0] + " input", layer=layer, x=source, out=quantized[key]))
                 source = quantized[key]
             same = runs and runs[-1][0] == source and runs[-1][1][0][1].transposed == part[1].transposed
             if same and len(runs[-1][1]) < 3:

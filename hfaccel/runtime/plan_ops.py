@@ -121,6 +121,24 @@ class Quant(Op):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Scale(Op):
+    """out = x * scale, the inputs of matrices with an `input_scale`"""
+
+    code: ClassVar[int] = 18
+    x: int = reads(ROWS)
+    out: int = writes(ROWS)
+    scale: torch.Tensor
+
+    def check(self, plan):
+        x, out = plan.buffers[self.x], plan.buffers[self.out]
+        self.need(x.width == out.width == self.scale.numel() and x.rows == out.rows, "scaled width")
+        self.need(self.scale.dtype is torch.float32 and self.scale.is_contiguous(), "scale in fp32")
+
+    def detail(self):
+        return f"b{self.x} -> b{self.out}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Matmul(Op):
     """outs[i] = x @ parts[i].T + bias; x quantized where the parts are packed, else fp32"""
 

@@ -29,6 +29,7 @@ from hfaccel.runtime.plan_ops import (
     Rope,
     Rotary,
     Route,
+    Scale,
 )
 from hfaccel_kernels.activations import quantize_activations
 from hfaccel_kernels.layouts import dequantize, gather_rows
@@ -244,6 +245,10 @@ def _act(op: Act, step: Step, _) -> None:
     step.buffers[op.out] = x.flatten(1)
 
 
+def _scale(op: Scale, step: Step, _) -> None:
+    step.buffers[op.out] = step.buffers[op.x] * op.scale
+
+
 def _add(op: Add, step: Step, _) -> None:
     step.buffers[op.x] = step.buffers[op.x] + step.buffers[op.y]
 
@@ -305,6 +310,7 @@ _RUN: dict[type[Op], object] = {
     Attend: _attend,
     Join: _copy,
     Act: _act,
+    Scale: _scale,
     Add: _add,
     Gather: _gather,
     Route: _route,

@@ -7,7 +7,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
-from hfaccel.quant.linear import QuantEmbedding, QuantExperts, QuantLinear
+from hfaccel.quant.linear import QuantEmbedding, QuantExperts, QuantLinear, ScaledLinear
 from hfaccel.runtime import Unsupported
 from hfaccel.runtime.plan import Matrix
 from hfaccel_kernels.layouts import ROWS as BLOCK_ROWS
@@ -90,9 +90,9 @@ def matrix_of(name: str, module: nn.Module) -> Matrix:
     Raises: Unsupported for anything that multiplies by more (or less) than a stored weight.
     """
     kind, bias = type(module), getattr(module, "bias", None)
-    if kind in (QuantLinear, QuantEmbedding):
-        n, k = module.size
-        return Matrix(n, k, module.weight, module.layout, module.weight_scale, module.weight_zero, bias)
+    if kind in (QuantLinear, QuantEmbedding, ScaledLinear):
+        stored = module.weight, module.layout, module.weight_scale, module.weight_zero, bias
+        return Matrix(*module.size, *stored, input_scale=getattr(module, "input_scale", None))
     if "weight" not in module._parameters:
         raise Unsupported(f"{name} ({kind.__name__}): its weight is computed, not stored")
     weight = module.weight
@@ -143,6 +143,7 @@ def split_rows(matrix: Matrix, pieces: int) -> list[Matrix] | None:
             cut(matrix.scale, part),
             cut(matrix.zero, part),
             cut(matrix.bias, slice(i * n, (i + 1) * n)),
+            input_scale=matrix.input_scale,
         )
         for i, part in enumerate(rows)
     ]

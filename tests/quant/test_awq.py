@@ -13,11 +13,12 @@ from hfaccel.calibrate import BlockLoop
 from hfaccel.journal import Journal
 from hfaccel.observers import Stats, Want
 from hfaccel.quant.awq import AWQ, fold_scales, matrix_of, output_error, search_scale
-from hfaccel.quant.linear import is_conv1d, is_packed
+from hfaccel.quant.linear import ScaledLinear, is_conv1d, is_packed
 from hfaccel.quant.rtn import round_to_nearest
 from hfaccel.recipe import PatchConfig
 from hfaccel.sites import Plan
 from hfaccel_kernels.layouts import Layout, dequantize_codes
+from plans import record_errors
 from saved import logits, reload
 from tiny import FAMILIES, ids, tiny
 
@@ -57,6 +58,8 @@ def folded(model, recipe="awq4+head16", change=True):
                 if site.module.bias is not None:
                     site.module.bias.data /= fold.rows
             site.module.weight.data = matrix.T.contiguous() if is_conv1d(site.module) else matrix
+            if fold.inputs is not None:
+                site.module.register_forward_pre_hook(lambda _, args, by=fold.inputs: (args[0] * by,))
     return folds
 
 
@@ -66,10 +69,13 @@ def test_folding_alone_changes_nothing(family):
     wanted = logits(model)
     folds = folded(model)
     scaled = {name for name, fold in folds.items() if fold.columns is not None}
+    itself = {name for name, fold in folds.items() if fold.inputs is not None}
     assert torch.allclose(logits(model), wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
     parts = anatomy(model)
-    readers = {n for g in parts.groups if g.feeder and "experts" not in str(g.readers) for n in g.readers}
-    assert scaled == readers & set(folds)
+    groups = [g for g in parts.groups if "experts" not in str(g.readers)]
+    readers = {n for g in groups if g.feeder for n in g.readers}
+    assert scaled - itself == readers & set(folds)
+    assert itself <= {n for g in groups if not g.feeder for n in g.readers}
     # Scales of one everywhere would pass the first assertion too.
     assert max(float((folds[name].columns - 1).abs().max()) for name in scaled) > 0.1
     for name, fold in folds.items():
@@ -177,13 +183,63 @@ def test_closer_to_the_original_than_the_same_without_scales():
     assert distance("awq4-noclip+head16") < 0.9 * distance("int4+head16")
 
 
-def test_groups_that_cannot_be_scaled_say_so():
+@pytest.mark.parametrize("recipe", ["awq3", "w8a8", "gptq3-awq", "w8a8-static"])
+def test_inputs_behind_a_gelu_are_scaled_by_their_reader(recipe, tmp_path):
+    """gpt2's c_proj: its layout, its file, adapters and the plan hold what the module multiplies by."""
+    model = tiny("gpt2")
+    block = model.transformer.h[0].mlp
+    block.c_fc.bias.data[::16] += 10.0  # channels far larger than the others
+    dense = block.c_proj.weight.detach().T.clone()
+    hfaccel.patch(model, recipe, calibration=ROWS, progress=False)
+    module = block.c_proj
+    assert isinstance(module, ScaledLinear) and module.input_scale.dtype is torch.float32
+    assert float(module.input_scale.max() / module.input_scale.min()) > 2
+    detail = {record.name: record.detail for record in hfaccel.report(model).records}["transformer.h.0.mlp.c_proj"]
+    assert "it scales its inputs itself: what feeds them" in detail
+    # The same weight as before, but for rounding: relative to each column's size in the codes.
+    error = (module.dequantize() - dense) / module.input_scale
+    assert float(error.abs().max()) < (0.02 if recipe.startswith("w8a8") else 0.4) * float(
+        (dense / module.input_scale).abs().max()
+    )
+    seen = []
+    with module.register_forward_pre_hook(lambda _, args: seen.append(args[0])), torch.no_grad():
+        model(input_ids=ROWS[0][None])
+        x = seen[0]
+        wanted = x @ module.dequantize().T + module.bias
+        assert float((module(x) - wanted).norm() / wanted.norm()) < 0.02
+    half = copy.deepcopy(module).bfloat16()
+    assert half(x.bfloat16()).dtype is torch.bfloat16 and half.input_scale.dtype is torch.float32
+    errors = record_errors(model, ids(1, 9)[0])
+    assert "Scale" in errors and max(errors.values()) < 1e-5
+    packed = logits(model)
+    model.save_pretrained(tmp_path)
+    again = reload(model, tmp_path)
+    assert torch.equal(logits(again), packed)
+    assert torch.equal(again.transformer.h[0].mlp.c_proj.input_scale, module.input_scale)
+
+
+def test_merging_an_adapter_counts_the_scale_of_the_inputs():
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny("gpt2")
+    hfaccel.patch(model, "awq8", calibration=ROWS, progress=False)
+    peft = get_peft_model(model, LoraConfig(target_modules=["mlp.c_proj"], fan_in_fan_out=False, r=4))
+    for name, parameter in peft.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    wanted = logits(peft)
+    merged = peft.merge_and_unload()
+    assert isinstance(merged.transformer.h[0].mlp.c_proj, ScaledLinear)
+    gap = (logits(merged) - wanted).norm() / (wanted - logits(tiny("gpt2"))).norm()
+    assert float(gap) < 0.2  # 8 bits round the sum; a forgotten scale misses it by more than its size
+
+
+def test_groups_that_are_not_folded_say_so():
     model = tiny("TL")
     hfaccel.patch(model, AWQ(ignore=("**.k_proj",)), calibration=ROWS, progress=False)
     details = {record.name: record.detail for record in hfaccel.report(model).records}
-    assert "inputs not scaled: k_proj reads the same" in details["model.layers.0.self_attn.q_proj"]
-    assert "not scaled" not in details["model.layers.0.self_attn.o_proj"]
-    assert "inputs not scaled" in str(hfaccel.report(model))
+    assert "scales its inputs itself: k_proj reads the same" in details["model.layers.0.self_attn.q_proj"]
+    assert "itself" not in details["model.layers.0.self_attn.o_proj"]
     model = tiny("TX")
     hfaccel.patch(model, "awq4", calibration=ROWS, progress=False)
     details = {record.name: record.detail for record in hfaccel.report(model).records}

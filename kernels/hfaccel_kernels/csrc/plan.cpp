@@ -217,6 +217,20 @@ void run(const Walk& w, const HfaOp& op, int tid, int nthreads) {
             }
             return;
         }
+        case HFA_OP_SCALE: {
+            const Rows r = mine(op.out[0]);
+            const int64_t width = w.width(op.out[0]);
+            const float *x = w.f32(op.view[0].buffer, tid), *scale = static_cast<const float*>(op.ptr[0]);
+            float* out = w.f32(op.out[0], tid);
+            for (int64_t t = r.begin; t < r.end; ++t) {
+                for (int64_t i = 0; i < width; i += 16) {
+                    const int n = width - i < 16 ? (int)(width - i) : 16;
+                    const Vf by = load_as(scale, i, HFA_F32, n);
+                    store_as(out, t * width + i, HFA_F32, load_as(x, t * width + i, HFA_F32, n) * by, n);
+                }
+            }
+            return;
+        }
         case HFA_OP_GATHER: {
             const Rows r = mine(op.out[0]);
             const int64_t width = w.width(op.out[0]);

@@ -30,6 +30,7 @@ enum HfaOpKind {
     HFA_OP_EXPERTS = 15,
     HFA_OP_MIX = 16,
     HFA_OP_DISPATCH = 17,
+    HFA_OP_SCALE = 18,
 };
 
 enum HfaActKind {
