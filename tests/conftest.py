@@ -65,3 +65,15 @@ def saved(tmp_path):
     folder = tmp_path / "saved"
     tiny("TL", num_hidden_layers=2).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with another tiny Llama and its tokenizer."""
+    from test_readme import _tokenizer
+    from tiny import tiny
+
+    model = tiny("llama")
+    model.save_pretrained(tmp_path / "model")
+    _tokenizer(model.config.vocab_size).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"

@@ -12,20 +12,11 @@ from typer.testing import CliRunner
 
 import hfaccel
 from hfaccel.cli import app, main
-from test_readme import _tokenizer
 from tiny import tiny
 
 
 def run(*args: str):
     return CliRunner().invoke(app, list(args), catch_exceptions=False)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    model = tiny("llama")
-    model.save_pretrained(tmp_path / "model")
-    _tokenizer(model.config.vocab_size).save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
 
 
 def test_recipes_lists_every_step():

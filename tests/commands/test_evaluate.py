@@ -23,14 +23,6 @@ def run(*args: str):
 
 
 @pytest.fixture
-def folder(tmp_path):
-    model = tiny("llama")
-    model.save_pretrained(tmp_path / "model")
-    _tokenizer(model.config.vocab_size).save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
-
-
-@pytest.fixture
 def data(tmp_path):
     place = tmp_path / "text.txt"
     place.write_text(WORDS * 400)

@@ -16,16 +16,6 @@ class First:
         pass
 
 
-def load(spec):
-    model, info = loaded(spec)
-    return runner(model), info
-
-
-def scorer(spec):
-    model, info = loaded(spec)
-    return rows_of(model), info
-
-
 def loaded(spec):
     import torch
     import transformers
@@ -34,6 +24,16 @@ def loaded(spec):
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[spec["variant"]]
     model = transformers.AutoModelForCausalLM.from_pretrained(spec["folder"], dtype=dtype).eval()
     return model, {"version": transformers.__version__}
+
+
+def load(spec, loaded=loaded):
+    model, info = loaded(spec)
+    return runner(model), info
+
+
+def scorer(spec, loaded=loaded):
+    model, info = loaded(spec)
+    return rows_of(model), info
 
 
 def rows_of(model):

@@ -1,27 +1,20 @@
 """torchao on transformers: `variant` int8 (weight only) or int4."""
 
+import peer_hf
+
 
 def load(spec):
-    from peer_hf import runner
-
-    model, info = loaded(spec)
-    return runner(model), info
+    return peer_hf.load(spec, loaded)
 
 
 def scorer(spec):
-    from peer_hf import rows_of
-
-    model, info = loaded(spec)
-    return rows_of(model), info
+    return peer_hf.scorer(spec, loaded)
 
 
 def loaded(spec):
-    import torch
     import torchao
-    import transformers
     from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
-    torch.set_num_threads(spec["threads"])
-    model = transformers.AutoModelForCausalLM.from_pretrained(spec["folder"], dtype=torch.bfloat16).eval()
+    model, _ = peer_hf.loaded({**spec, "variant": "bf16"})
     quantize_(model, {"int8": Int8WeightOnlyConfig, "int4": Int4WeightOnlyConfig}[spec["variant"]]())
     return model, {"version": torchao.__version__}
