@@ -93,7 +93,8 @@ static inline Vb nf4(Vb nibbles) {
     for (int l = 0; l < 64; ++l) nibbles.v[l] = (uint8_t)levels[nibbles.v[l]];
     return nibbles;
 }
-static inline Vi dot4(Vi acc, const Vb& codes, const int8_t* quad) {
+// A call of its own: in line, formats of several planes take twice as long to compile and are 10 to 20 % faster.
+static __attribute__((noinline)) Vi dot4(Vi acc, const Vb& codes, const int8_t* quad) {
     HFA_EACH for (int i = 0; i < 4; ++i) acc.v[l] += (int8_t)codes.v[4 * l + i] * quad[i];
     return acc;
 }
