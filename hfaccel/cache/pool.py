@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from hfaccel.errors import PatchError
-from hfaccel_kernels.paged import cache_write, dequantize_kv
+from hfaccel_kernels.pages import cache_write, dequantize_kv
 
 
 @dataclass

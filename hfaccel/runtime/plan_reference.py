@@ -33,7 +33,8 @@ from hfaccel.runtime.plan_ops import (
 )
 from hfaccel_kernels.activations import quantize_activations
 from hfaccel_kernels.layouts import dequantize, gather_rows
-from hfaccel_kernels.paged import cache_write, paged_attention_reference
+from hfaccel_kernels.paged import paged_attention_reference
+from hfaccel_kernels.pages import cache_write
 
 _ACTS = {
     "none": lambda x: x,

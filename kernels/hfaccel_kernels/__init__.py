@@ -4,6 +4,6 @@
 OPS = {
     "qlinear": "hfaccel_kernels.qlinear:qlinear",
     "plain_linear": "hfaccel_kernels.qlinear:plain_linear",
-    "cache_write": "hfaccel_kernels.paged:cache_write",
+    "cache_write": "hfaccel_kernels.pages:cache_write",
     "paged_attention": "hfaccel_kernels.paged:paged_attention",
 }

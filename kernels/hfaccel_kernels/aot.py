@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from . import paged, qlinear, triton_support
+from . import paged, pages, qlinear, triton_support
 from .layouts import Layout
 from .triton_support import SHARED_BYTES
 
@@ -234,9 +234,9 @@ def _attention(counts, dtype=torch.bfloat16, size=64, ratio=4, keys=256, int8=Fa
 
 def _write(dtype=torch.bfloat16, size=64, int8=False):
     x = torch.empty(16, 2, size, dtype=dtype)
-    pages = torch.empty(1, 16, 2, size, dtype=torch.int8 if int8 else dtype)
+    held = torch.empty(1, 16, 2, size, dtype=torch.int8 if int8 else dtype)
     scales = torch.empty(1, 16, 2) if int8 else None
-    paged.cache_write(x, x, pages, pages, torch.empty(16, dtype=torch.int64), scales, scales)
+    pages.cache_write(x, x, held, held, torch.empty(16, dtype=torch.int64), scales, scales)
 
 
 _INT8, _INT8_ASYM = Layout(8), Layout(8, 64, False, "fp16")

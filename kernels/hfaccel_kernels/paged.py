@@ -1,9 +1,9 @@
 """Attention over a paged KV cache: the specification, and the PyTorch backend that allocates no dense K or V.
 
-Layout. A layer's cache is `k_pages`, `v_pages` [pages, page_tokens, G, D] in the model's dtype, or int8
-codes with `k_scale`, `v_scale` [pages, page_tokens, G] fp32 beside them (value = code * scale, one scale per
-token and KV head). A sequence owns the pages of one row of `block_tables` [B, max_blocks] int32 (unused
-entries -1); its slot s lies in page `block_tables[b, s // page_tokens]` at offset `s % page_tokens`.
+A layer's cache is `k_pages`, `v_pages` [pages, page_tokens, G, D], and `k_scale`, `v_scale` where they are
+int8: what lies in them is said and written in `pages`. A sequence owns the pages of one row of `block_tables`
+[B, max_blocks] int32 (unused entries -1); its slot s lies in page `block_tables[b, s // page_tokens]` at
+offset `s % page_tokens`.
 
 Queries are packed: q [T, H, D] holds the new tokens of all sequences one after another, `q_starts` [B + 1]
 int32 says where each begins. The n = q_starts[b+1] - q_starts[b] queries of a sequence sit at its last n
@@ -24,69 +24,12 @@ import torch
 import torch.nn.functional as F
 
 from . import dispatch, triton_support
+from .pages import dequantize_kv
 
 BLOCK_TOKENS = (
     512  # slots gathered or dequantized at a time: bounds what decode allocates, whatever the context
 )
 SCORE_BYTES = 16 << 20  # fp32 scores held at a time where the formula needs them in the open
-
-
-def quantize_kv(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round [..., D] to int8 codes in -127..127 and one fp32 scale per vector, scale = max|x| / 127.
-
-    A zero vector gets scale 0 and codes 0. Rounding is to nearest, ties to even.
-    """
-    x = x.float()
-    scale = x.abs().amax(-1) / 127.0
-    inverse = torch.where(scale > 0, 1.0 / scale.clamp_min(torch.finfo(torch.float32).tiny), 0.0)
-    codes = (x * inverse[..., None]).round_().clamp_(-127, 127).to(torch.int8)
-    return codes, scale
-
-
-def dequantize_kv(
-    codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """Invert `quantize_kv`: codes [..., D] int8 and scale [...] fp32 to values in `dtype`."""
-    return (codes.float() * scale[..., None]).to(dtype)
-
-
-def cache_write(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    slots: torch.Tensor,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> None:
-    """Store new keys and values in their slots, in place.
-
-    Args:
-        k, v: [T, G, D] (V may have a head size of its own).
-        k_pages, v_pages: [pages, page_tokens, G, D], k's dtype or int8.
-        slots: [T] int64, page * page_tokens + offset; distinct.
-        k_scale, v_scale: [pages, page_tokens, G] fp32, exactly when the pages are int8.
-    """
-    backend = dispatch.choose("cache_write", k.device.type, k.dtype)
-    backend.function(k, v, k_pages, v_pages, slots, k_scale, v_scale)
-
-
-def cache_write_reference(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    slots: torch.Tensor,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> None:
-    """The specification of `cache_write`."""
-    for x, pages, scales in ((k, k_pages, k_scale), (v, v_pages, v_scale)):
-        flat = pages.view(-1, *pages.shape[2:])
-        if pages.dtype == torch.int8:
-            x, scale = quantize_kv(x)
-            scales.view(-1, pages.shape[2]).index_copy_(0, slots, scale)
-        flat.index_copy_(0, slots, x.to(pages.dtype))
 
 
 def paged_attention(
@@ -257,6 +200,7 @@ class _Row:
             start = cut
 
 
+@dispatch.register("paged_attention", "reference", priority=0, refusal=lambda call: "")
 def paged_attention_blocked(
     q: torch.Tensor,
     k_pages: torch.Tensor,
@@ -395,7 +339,4 @@ def _open_row(q, row, length, scale, window, softcap, slopes, sinks):
     return out.permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
 
 
-for _op, _plain in (("cache_write", cache_write_reference), ("paged_attention", paged_attention_blocked)):
-    dispatch.register(_op, "reference", priority=0, refusal=lambda call: "")(_plain)
-triton_support.register("cache_write", "triton_paged:cache_write")
 triton_support.register("paged_attention", "triton_paged:paged_attention")

@@ -21,8 +21,7 @@ products of 8-bit codes is below 2^24, so each of its sums is exact until it is 
 products of e4m3 from compute capability 8.9 on; before, and beside e5m2, both are bf16, which holds either
 exactly.
 
-Other sums are fp32. The parts of a split K go to a workspace and `_combine` adds them in order: no atomics,
-so that one shape always gives the same bits.
+Other sums are fp32. The parts of a split K go to a workspace and `triton_split` adds them in order.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ import triton.language as tl
 from .layouts import ROWS, Layout
 from .triton_activations import quantize
 from .triton_codes import CODES, bits_of, k_of, scale_of, value_of, words
+from .triton_split import combine, parts_of
 from .triton_support import Config, capability, interpreting
 
-FILL = 128  # programs wanted before K is split: about one for each multiprocessor of a large GPU
 GEMV_ROWS = (1, 2, 4)
 
 # By bits; tile: steps of K. 64 steps of 16 words are one 16-byte load for each of 256 threads. What bounds
@@ -68,7 +67,6 @@ GEMM = {
     ),
 }
 _DOT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-COMBINE = Config((512,), 4, 1)
 
 
 @triton.jit(do_not_specialize=["m", "steps", "part_steps"])
@@ -262,41 +260,9 @@ def _gemm(
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=here)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _combine(
-    parts, bias, out, scale, heads, x_scale,
-    n, count, stride_part, stride_row, stride_out,
-    HAS_BIAS: tl.constexpr, DOUBLE: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """out[m] = sum of parts[:, m], in order, + bias. parts fp32 [count, M, padded n]; of EXACT dots int32,
-    to be scaled."""
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.program_id(1).to(tl.int64)
-    here = column < n
-    total = tl.zeros((BLOCK,), tl.int32 if EXACT else tl.float32)
-    at = parts + row * stride_row + column
-    for _ in range(count):
-        total += tl.load(at, mask=here, other=0)
-        at += stride_part
-    if EXACT:
-        s = scale_of(scale, heads, column // 16, 0, column % 16, here, 1, DOUBLE)
-        total = total.to(tl.float32) * (s * tl.load(x_scale + row))
-    if HAS_BIAS:
-        total += tl.load(bias + column, mask=here, other=0.0).to(tl.float32)
-    tl.store(out + row * stride_out + column, total.to(out.dtype.element_ty), mask=here)
-
-
 def _gemm_config(m: int, dtype: torch.dtype, layout: Layout) -> Config:
     table = GEMM["float8" if layout.is_float else "fp32" if dtype == torch.float32 else "half"]
     return next(config for most, config in table if most is None or m <= most)
-
-
-def _parts(steps: int, tile_steps: int, tiles: int) -> tuple[int, int]:
-    """(parts of K, steps a part): enough parts to have FILL programs, each at least two tiles long."""
-    turns = -(-steps // tile_steps)
-    parts = max(1, min(-(-FILL // tiles), turns // 2))
-    each = -(-turns // parts) * tile_steps
-    return -(-steps // each), each
 
 
 def linear(
@@ -364,7 +330,7 @@ def _launch(x, x_scale, weight, scale, zero, bias, layout, out):
         bm, bn, bk = config.tile
         tile_steps = bk // layout.k_step
         tiles = -(-m // bm) * -(-blocks * ROWS // bn)
-    parts, part_steps = (1, steps) if m > 16 else _parts(steps, tile_steps, tiles)
+    parts, part_steps = (1, steps) if m > 16 else parts_of(steps, tile_steps, tiles)
     split = parts > 1
     exact = x.dtype == torch.int8
     held = torch.int32 if exact else torch.float32
@@ -398,9 +364,4 @@ def _launch(x, x_scale, weight, scale, zero, bias, layout, out):
             *tensors, *sizes, *strides, BM=bm, BN=bn, BK=bk, DOT=_dot(x, layout), **constants
         )
     if split:
-        (block,) = COMBINE.tile
-        _combine[(-(-n // block), m)](
-            to, bias, out, scale, heads, x_scale, n, parts, to.stride(0), to.stride(1), out.stride(0),
-            HAS_BIAS=bias is not None, DOUBLE=constants["DOUBLE"], EXACT=exact, BLOCK=block,
-            num_warps=COMBINE.num_warps, enable_fp_fusion=True,
-        )  # fmt: skip
+        combine(to, bias, out, scale, heads, x_scale)

@@ -2,7 +2,7 @@
 references.
 
 `_write`: one program for a few tokens of one KV head. Int8 pages are quantized on the way, bit for bit as
-`paged.quantize_kv` does (IEEE divisions, ties to even, no fused multiply-add).
+`pages.quantize_kv` does (IEEE divisions, ties to even, no fused multiply-add).
 
 `_attend`: one program for ROWS rows of queries of one KV head: the H // G query heads that share the head,
 times as many tokens as fit, so that K and V are read once for all of them; heads beyond ROWS are cut into
@@ -280,7 +280,7 @@ def cache_write(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    """As `paged.cache_write`; tokens whose slot is negative are left out."""
+    """As `pages.cache_write`; tokens whose slot is negative are left out."""
     tokens, heads, size = k.shape
     size_v = v.shape[2]
     if not tokens:

@@ -10,7 +10,15 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from hfaccel_kernels import OPS, aot, dispatch, triton_activations, triton_linear, triton_paged  # noqa: E402
+from hfaccel_kernels import (  # noqa: E402
+    OPS,
+    aot,
+    dispatch,
+    triton_activations,
+    triton_linear,
+    triton_paged,
+    triton_split,
+)
 from hfaccel_kernels.triton_support import Config  # noqa: E402
 
 pytestmark = [pytest.mark.kernels, pytest.mark.slow]
@@ -58,7 +66,7 @@ def test_every_config_of_every_table_is_compiled(capability):
             bm, bn, bk = config.tile
             assert_compiled("_gemm", config, BM=bm, BN=bn, BK=bk, STAGES=config.num_stages)
     assert_compiled("_round", triton_activations.ROUND, BLOCK=triton_activations.ROUND.tile[0])
-    assert_compiled("_combine", triton_linear.COMBINE, BLOCK=triton_linear.COMBINE.tile[0])
+    assert_compiled("_combine", triton_split.COMBINE, BLOCK=triton_split.COMBINE.tile[0])
     assert_compiled("_write", triton_paged.WRITE, TOKENS=triton_paged.WRITE.tile[0])
     for tables in (triton_paged.DECODE, triton_paged.PREFILL):
         for table in tables.values():
@@ -78,7 +86,8 @@ def test_what_is_compiled_is_what_ops_offer():
         importlib.import_module(target.partition(":")[0])
     offered = {op for op in OPS if any(b.name == "triton" for b in dispatch.backends(op))}
     assert offered == set(aot.CASES) == set(aot.MORE)
-    sources = [(m, open(m.__file__).read()) for m in (triton_activations, triton_linear, triton_paged)]
+    modules = (triton_activations, triton_linear, triton_paged, triton_split)
+    sources = [(m, open(m.__file__).read()) for m in modules]
     launched = {
         (m.__name__, name) for m, text in sources for name in re.findall(r"^ *(_\w+)\[\(", text, re.M)
     }

@@ -62,12 +62,12 @@ def test_without_triton_ops_run_and_say_why(monkeypatch):
 
 
 def test_an_op_forced_to_triton_on_a_cpu_is_an_error(monkeypatch):
-    from hfaccel_kernels import paged
+    from hfaccel_kernels.pages import cache_write
 
     monkeypatch.setenv("HFACCEL_BACKEND", "triton")
     x, pages = torch.zeros(1, 1, 4), torch.zeros(1, 16, 1, 4)
     with pytest.raises(dispatch.BackendError, match="GPUs only"):
-        paged.cache_write(x, x, pages, pages, torch.zeros(1, dtype=torch.int64))
+        cache_write(x, x, pages, pages, torch.zeros(1, dtype=torch.int64))
 
 
 def test_triton_is_imported_by_its_first_call_only():

@@ -12,7 +12,7 @@ import os
 import pytest
 import torch
 
-from hfaccel_kernels import paged, triton_activations, triton_linear, triton_paged
+from hfaccel_kernels import triton_activations, triton_linear, triton_paged, triton_split
 from hfaccel_kernels.activations import quantize_activations
 from hfaccel_kernels.layouts import (
     Layout,
@@ -22,6 +22,7 @@ from hfaccel_kernels.layouts import (
     pack_scales,
     unpack_scales,
 )
+from hfaccel_kernels.pages import cache_write, cache_write_reference, dequantize_kv, quantize_kv
 
 ENGINE = os.environ["HFACCEL_TRITON_ENGINE"]
 DEVICE = "cuda" if ENGINE == "cuda" else "cpu"
@@ -186,7 +187,7 @@ def test_linear_of_other_codes(case):
 def test_dots_of_int8_are_exact(m, parts, scale_dtype, monkeypatch):
     """Bit for bit the int32 dot, beyond what fp32 sums hold, times the product of both scales."""
     if not parts:
-        monkeypatch.setattr(triton_linear, "FILL", 1)
+        monkeypatch.setattr(triton_split, "FILL", 1)
     n, k, layout = 20, 4100, Layout(8, scale_dtype=scale_dtype, act="token")
     codes = torch.randint(150, 256, (n, k)).to(torch.uint8)
     weight, scale = pack_codes(codes, layout), pack_scales(torch.rand(n, 1) + 0.1, layout)
@@ -279,7 +280,7 @@ def test_cache_write(dtype, int8):
     fused[3] *= 1e-3
     slots = torch.tensor([5, 0, 63, 17, 16, 31, 32])
     stores = []
-    for write, device in ((triton_paged.cache_write, DEVICE), (paged.cache_write_reference, "cpu")):
+    for write, device in ((triton_paged.cache_write, DEVICE), (cache_write_reference, "cpu")):
         k, v = fused.to(device).split([size, size_v], -1)
         store = [
             torch.full((pages, 16, heads, d), 7).to(torch.int8 if int8 else dtype) for d in (size, size_v)
@@ -399,9 +400,9 @@ def test_attention(case):
         k, v = torch.randn(length, kv_heads, size).to(dtype), torch.randn(length, kv_heads, size_v).to(dtype)
         slot = torch.arange(length)
         slots = tables[b].long()[slot // page_tokens] * page_tokens + slot % page_tokens
-        paged.cache_write(k, v, *pools, slots, *scales)
+        cache_write(k, v, *pools, slots, *scales)
         if int8:
-            k, v = (paged.dequantize_kv(*paged.quantize_kv(t)) for t in (k, v))
+            k, v = (dequantize_kv(*quantize_kv(t)) for t in (k, v))
         if n and length:
             k, v = (t.double().repeat_interleave(heads // kv_heads, 1) for t in (k, v))
             got = dense(q[at : at + n].double(), k, v, torch.arange(length - n, length), kw.get("scale",
