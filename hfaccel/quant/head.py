@@ -30,7 +30,7 @@ class Head(Rounding):
             "head8",
             "head in INT8, one scale a row (the default beside any weight recipe); tied embeddings share it",
         ),
-        ("head4", "head in INT4, groups of 64"),
+        ("head4", "head in INT4, groups of 64; -gN, -row, -sym"),
         ("head16", "head and embedding untouched"),
     )
 
