@@ -171,7 +171,7 @@ def generate(
     import hfaccel
     from hfaccel.measure.rows import load
 
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = load(model, packed=recipe is None)
     if recipe is not None:
         hfaccel.patch(loaded, recipe, tokenizer=tokenizer, keep_original=False)
     torch.manual_seed(seed)
@@ -211,7 +211,7 @@ def report(
     import hfaccel
     from hfaccel.measure.rows import load_model, tokenizer_beside
 
-    loaded = load_model(model)
+    loaded = load_model(model, packed=recipe is None)
     if recipe is not None:
         hfaccel.patch(loaded, recipe, tokenizer=tokenizer_beside(model), keep_original=False)
     made = hfaccel.report(loaded)

@@ -72,7 +72,8 @@ def export(
     if Path(model).exists() and output.exists() and output.samefile(model):
         raise PatchError(f"{output} is MODEL itself, whose weights would be lost; give another place")
     texts = None if calibration is None else [text(calibration)]
-    loaded, tokenizer = load_model(model, off_grid=off_grid), tokenizer_beside(model)
+    loaded = load_model(model, off_grid=off_grid, packed=recipe is None)
+    tokenizer = tokenizer_beside(model)
     start = time.perf_counter()
     if recipe is not None:
         hfaccel.patch(loaded, recipe, calibration=texts, tokenizer=tokenizer, keep_original=False)

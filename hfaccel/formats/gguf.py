@@ -11,10 +11,8 @@ tensor of the file must be one of the model's, and every one of the model's must
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,110 +24,19 @@ from hfaccel.checkpoint import Packed, SavedConfig
 from hfaccel.errors import PatchError, UnsupportedModel
 from hfaccel.formats.gguf_blocks import decode_rows
 from hfaccel.formats.gguf_config import ROPE_TENSORS, config_of
-from hfaccel.formats.gguf_file import GGUFError, GGUFFile, TensorInfo
-from hfaccel.formats.gguf_names import Architecture, Pair, architecture_of_file, inverse, pairs, row_order
-from hfaccel.formats.gguf_pack import GRIDS, layout_of, pack_blocks
+from hfaccel.formats.gguf_file import GGUFError, GGUFFile
+from hfaccel.formats.gguf_names import Architecture, architecture_of_file, pairs, row_order
+from hfaccel.formats.gguf_pack import GRIDS, layout_of
+from hfaccel.formats.gguf_source import Lazy, Source, is_matrix
 from hfaccel.mapped import drop_pages
 from hfaccel.recipe import PatchConfig
-from hfaccel_kernels.layouts import Layout
 
 log = logging.getLogger("hfaccel")
 
-# What is read row by row or is no matrix of a layer: stays a float tensor.
-_DENSE = ("position_embd", "ffn_gate_inp")
 # Inputs with outliers (see `quant/rounding.py`).
 _WIDE = ("attn_q", "attn_k", "attn_v", "attn_qkv", "output", "token_embd")
 _IDS = {"bos": "bos", "eos": "eos", "pad": "padding"}  # transformers' -> GGUF's
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16}
-
-
-@dataclass
-class Source:
-    """One tensor of the model, and where it lies in the file.
-
-    Attributes:
-        infos: one tensor, or gate and up of all experts.
-        layout: of the packed form; None: a float tensor.
-    """
-
-    file: GGUFFile
-    pair: Pair
-    infos: list[TensorInfo]
-    order: Tensor | None
-    layout: Layout | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As the model has it, not packed."""
-        shape = self.infos[0].shape
-        if len(self.infos) > 1:  # [E, out, in] twice
-            return shape[0], sum(info.shape[1] for info in self.infos), shape[2]
-        return shape[::-1] if self.pair.transposed else shape
-
-    def rows(self, info: TensorInfo) -> Tensor:
-        return self.file.rows(info.name)
-
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        """The float tensor."""
-        parts = []
-        for info in self.infos:
-            rows = self.rows(info)
-            found = decode_rows(rows, info.type.name, info.type.bytes, dtype).view(info.shape)
-            self.let_go(rows)
-            parts.append(found)
-        out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        if self.pair.offset:
-            out = (out.float() - self.pair.offset).to(dtype)
-        if self.order is not None:
-            out = out[inverse(self.order)]
-        return out.T.contiguous() if self.pair.transposed else out
-
-    def packed(self) -> dict[str, Tensor]:
-        """The tensors of the layout, of experts [E, ...]."""
-        info = self.infos[0]
-        rows = [self.rows(info) for info in self.infos]
-        if not self.pair.stacked:
-            (whole,) = rows
-            out = pack_blocks(
-                whole if self.order is None else whole[inverse(self.order)], info.type, self.layout
-            )
-        else:
-            experts = info.shape[0]
-            matrices = (
-                torch.cat([part.view(experts, -1, part.shape[1])[e] for part in rows]) for e in range(experts)
-            )
-            each = [pack_blocks(matrix, info.type, self.layout) for matrix in matrices]
-            out = {name: torch.stack([one[name] for one in each]) for name in each[0]}
-        for part in rows:
-            self.let_go(part)
-        return out
-
-    def let_go(self, rows: Tensor) -> None:
-        drop_pages(rows, str(self.file.path))
-
-
-@dataclass
-class Lazy:
-    """A tensor for transformers' loader, made when it is asked for: `lazy[...]`."""
-
-    source: Source
-    dtype: torch.dtype
-    part: str = ""  # of the packed form
-    made: dict[str, Tensor] = field(default_factory=dict)  # shared by the parts of one matrix
-
-    def is_floating_point(self) -> bool:
-        return self.source.layout is None or (
-            self.part == "weight_scale" and self.source.layout.dtype.is_floating_point
-        )
-
-    def __getitem__(self, _: Any) -> Tensor:
-        if self.source.layout is None:
-            return self.source.dense(self.dtype)
-        with self.source.lock:
-            if not self.made:
-                self.made.update(self.source.packed())
-            return self.made.pop(self.part)
 
 
 class GGUFModel:
@@ -242,7 +149,7 @@ class GGUFModel:
     def _types(self) -> set[str]:
         """Types of the matrices that could be packed."""
         return {
-            info.type.name for source in self.sources.values() if _matrix(source) for info in source.infos
+            info.type.name for source in self.sources.values() if is_matrix(source) for info in source.infos
         }
 
     @property
@@ -283,10 +190,18 @@ class GGUFModel:
                 raise PatchError(f"dtype={given!r}: 'auto' or a float dtype of torch")
             return self._load(dtype, transforms, hf_kwargs).eval()
 
+    def dense(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Every tensor of the model by our name, as floats; those of a tied head once."""
+        import transformers
+
+        with self._named():
+            self._check_class(getattr(transformers, self.row.model_class))
+            return {name: source.dense(dtype) for name, source in self.sources.items()}
+
     def _choose_layouts(self) -> None:
         for source in self.sources.values():
             kinds = {info.type.name for info in source.infos}
-            if _matrix(source) and len(kinds) == 1 and kinds <= set(GRIDS):
+            if is_matrix(source) and len(kinds) == 1 and kinds <= set(GRIDS):
                 stem = source.infos[0].name.split(".")[-2]
                 source.layout = layout_of(kinds.pop(), wide=stem in _WIDE)
         # Both matrices of an expert have one layout (`QuantExperts`).
@@ -299,7 +214,7 @@ class GGUFModel:
 
     def _dequantized(self) -> bool:
         return any(
-            _matrix(source) and source.layout is None and source.infos[0].type.name in GRIDS
+            is_matrix(source) and source.layout is None and source.infos[0].type.name in GRIDS
             for source in self.sources.values()
         )
 
@@ -329,8 +244,7 @@ class GGUFModel:
         if record.packed:
             self.config.quantization_config = record
         else:
-            with torch.device("meta"):
-                self._check(cls(self.config))
+            self._check_class(cls)
         token = FOREIGN.set(self._check)
         try:
             model = cls.from_pretrained(
@@ -375,6 +289,10 @@ class GGUFModel:
             record.tied = {f"{head}.{part}": f"{table}.{part}" for part in ("weight", "weight_scale")}
         return record
 
+    def _check_class(self, cls: type[nn.Module]) -> None:
+        with torch.device("meta"):
+            self._check(cls(self.config))
+
     def _check(self, model: nn.Module) -> None:
         """Every tensor of the model is in the file, with its shape. Raises: GGUFError."""
         theirs = {pair.name: pair.gguf for pair in reversed(pairs(self.row, self.config))}
@@ -391,11 +309,3 @@ class GGUFModel:
                 raise GGUFError(f"tensor {found.name} is {list(found.shape)}, the metadata makes it {wanted}")
         if extra := set(self.sources) - set(model.state_dict()):
             raise GGUFError(f"tensor {self.sources[min(extra)].infos[0].name}: not one that this model has")
-
-
-def _matrix(source: Source) -> bool:
-    """Whether it is a matrix of a layer, of the head or of the embedding."""
-    if source.pair.stacked:
-        return True
-    stem, _, suffix = source.pair.gguf.rpartition(".")
-    return suffix == "weight" and len(source.infos[0].shape) == 2 and stem.split(".")[-1] not in _DENSE

@@ -27,6 +27,7 @@ from hfaccel.measure.perplexity import Comparison, Reference, cut_windows, evalu
 from hfaccel.measure.rows import UNPATCHED, load
 from hfaccel.measure.storage import storage
 from hfaccel.progress import progress_bar
+from hfaccel.recipe import EMPTY
 from hfaccel.samples import DEFAULT_TEXT, TOKENS, WINDOW_TOKENS
 
 ORIGINAL = "original"
@@ -164,7 +165,7 @@ def _patched(
     import hfaccel
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(recipe, "auto")
-    loaded, _ = load(model, off_grid=settings.off_grid, dtype=dtype)
+    loaded, _ = load(model, off_grid=settings.off_grid, dtype=dtype, packed=recipe == EMPTY)
     start = time.perf_counter()
     extra = {}
     if recipe not in UNPATCHED:

@@ -14,6 +14,7 @@ from typing import Any
 
 from hfaccel.demo import demo_folder
 from hfaccel.errors import PatchError
+from hfaccel.recipe import EMPTY
 from hfaccel.source import gguf_path
 
 UNPATCHED = ("fp32", "bf16")  # rows of the model as it is
@@ -44,18 +45,26 @@ class Spec:
     text: str = "Gravity is"
 
 
-def load(model: str, *, off_grid: bool = False, dtype: Any = "auto") -> tuple[Any, Any]:
-    """Model and tokenizer of a MODEL argument. Raises: NoTokenizer."""
-    return load_model(model, off_grid=off_grid, dtype=dtype), load_tokenizer(model, off_grid=off_grid)
+def load(model: str, *, off_grid: bool = False, **how: Any) -> tuple[Any, Any]:
+    """Model (see `load_model`) and tokenizer of a MODEL argument. Raises: NoTokenizer."""
+    return load_model(model, off_grid=off_grid, **how), load_tokenizer(model, off_grid=off_grid)
 
 
-def load_model(model: str, *, off_grid: bool = False, dtype: Any = "auto") -> Any:
-    """The model of a MODEL argument, which need not have a tokenizer."""
+def load_model(model: str, *, off_grid: bool = False, dtype: Any = "auto", packed: bool = False) -> Any:
+    """The model of a MODEL argument, which need not have a tokenizer.
+
+    Args:
+        packed: weights of a .gguf file as they are there; else dequantized, for a recipe or as a reference.
+    """
     import hfaccel
 
     if model == "demo":
         loaded, _ = hfaccel.demo_model(off_grid=off_grid)
         return loaded if dtype == "auto" else loaded.to(dtype)
+    if not packed and (gguf := gguf_path(model)) is not None:
+        from hfaccel.formats.gguf import GGUFModel
+
+        return GGUFModel(gguf).load(packed=False, dtype=dtype)
     return hfaccel.from_pretrained(model, dtype=dtype)
 
 
@@ -97,7 +106,8 @@ def measure(spec: Spec) -> dict[str, Any]:
 
     process = psutil.Process()
     dtype = torch.bfloat16 if spec.recipe == "bf16" else torch.float32 if spec.recipe == "fp32" else "auto"
-    model, tokenizer = load(spec.model, off_grid=spec.off_grid, dtype=dtype)
+    packed = spec.recipe == EMPTY
+    model, tokenizer = load(spec.model, off_grid=spec.off_grid, dtype=dtype, packed=packed)
     if spec.recipe not in UNPATCHED:
         hfaccel.patch(model, spec.recipe, tokenizer=tokenizer, progress=False)
     corpus = text("wikitext2_test")

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+import hfaccel
+from formats.test_gguf import of_blocks
 from hfaccel.errors import PatchError
 from hfaccel.measure import rows
 from hfaccel.measure.chart import bars
@@ -60,3 +62,13 @@ def test_a_chart_is_a_picture(tmp_path):
     table = [{"recipe": "fp32", "speed": 2.0, "size": None}, {"recipe": "int8", "speed": 4.5}]
     path = bars(table, {"speed": "tokens/s", "size": "MB"}, "title", tmp_path / "new" / "chart.png")
     assert path.read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_a_gguf_file_is_packed_or_dequantized_as_asked(tmp_path):
+    path = str(of_blocks("Q4_1", tmp_path / "m.gguf"))
+    packed = rows.load_model(path, packed=True)
+    assert packed._hfaccel.config.to_recipe() == "runtime"
+    dense = rows.load_model(path, dtype=torch.float32)
+    assert not hasattr(dense, "_hfaccel") and type(dense.lm_head) is torch.nn.Linear
+    assert torch.equal(packed.lm_head.dequantize(), dense.lm_head.weight)
+    hfaccel.patch(dense, "int8", keep_original=False)

@@ -18,7 +18,8 @@ def load(spec):
     torch.set_num_threads(spec["threads"])
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(spec["variant"])
     recipe = spec["variant"] if dtype is None else "runtime"
-    model, tokenizer = load_model(spec["model"], off_grid=spec["off_grid"], dtype=dtype or spec["dtype"])
+    how = {"off_grid": spec["off_grid"], "dtype": dtype or spec["dtype"], "packed": recipe == "runtime"}
+    model, tokenizer = load_model(spec["model"], **how)
     hfaccel.patch(model, recipe, tokenizer=tokenizer, keep_original=False, progress=False)
     made = hfaccel.report(model)
 
