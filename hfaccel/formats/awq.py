@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from hfaccel.errors import PatchError, UnknownName
 from hfaccel.formats import words
-from hfaccel.formats.folder import check_plain, left_alone, packed_linears, say_dequantized, write_folder
+from hfaccel.formats.folder import left_alone, say_dequantized, write_folder
 from hfaccel.formats.matrix import Matrix
 from hfaccel.formats.quantized import quantized
 
@@ -47,11 +47,8 @@ def write(
     """
     if variant is not None:
         raise UnknownName(f"awq:{variant}: awq has no variants")
-    check_plain(model, "awq")
-    with quantized(model, "awq4{group}", tokenizer, calibration, progress):
-        linears = packed_linears(model)
-        if not linears:
-            raise PatchError("awq: no linear of this model is quantized")
+    recipe = "awq4{group}"
+    with quantized(model, "awq", recipe, tokenizer, calibration, progress) as linears:
         groups = {name: module.layout.group for name, module in linears.items()}
         group, _ = Counter(groups.values()).most_common(1)[0]
         for name, module in linears.items():

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from hfaccel.compat import plain_name
 from hfaccel.errors import PatchError, UnknownName
 from hfaccel.formats import words
-from hfaccel.formats.folder import check_plain, left_alone, packed_linears, say_dequantized, write_folder
+from hfaccel.formats.folder import left_alone, say_dequantized, write_folder
 from hfaccel.formats.matrix import Matrix
 from hfaccel.formats.quantized import quantized
 from hfaccel.quant.linear import QuantLinear, codes_of
@@ -60,11 +60,8 @@ def write(
         raise UnknownName(
             f"compressed-tensors:{variant}: known are {', '.join(f'compressed-tensors:{v}' for v in RECIPES)}"
         )
-    check_plain(model, "compressed-tensors")
-    with quantized(model, RECIPES[variant or "w4a16"], tokenizer, calibration, progress):
-        linears = packed_linears(model)
-        if not linears:
-            raise PatchError("compressed-tensors: no linear of this model is quantized")
+    recipe = RECIPES[variant or "w4a16"]
+    with quantized(model, "compressed-tensors", recipe, tokenizer, calibration, progress) as linears:
         kinds = {plain_name(record.name): record.kind for record in model._hfaccel.records}
         schemes: dict[str, dict[str, Any]] = {}
         for name, module in linears.items():

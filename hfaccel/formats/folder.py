@@ -202,6 +202,11 @@ def check_plain(model: nn.Module, format: str) -> None:
                 f"{name}: quantized fused experts are not written as {format}; patch with "
                 "ignore=('**.experts.**',), or export as dense"
             )
+        if isinstance(module, QuantLinear) and "input_scale" in module._buffers:
+            raise PatchError(
+                f"{name} scales its inputs itself, which {format} files cannot hold; name it in the recipe's "
+                "ignore, or export as dense"
+            )
 
 
 def say_dequantized(model: nn.Module, format: str) -> None:

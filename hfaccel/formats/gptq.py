@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from hfaccel.errors import PatchError, UnknownName
 from hfaccel.formats import words
-from hfaccel.formats.folder import check_plain, left_alone, packed_linears, say_dequantized, write_folder
+from hfaccel.formats.folder import left_alone, say_dequantized, write_folder
 from hfaccel.formats.matrix import Matrix
 from hfaccel.formats.quantized import quantized
 
@@ -60,11 +60,8 @@ def write(
     """
     if (variant or "v1") not in FORMATS:
         raise UnknownName(f"gptq:{variant}: known are {', '.join(f'gptq:{name}' for name in FORMATS)}")
-    check_plain(model, "gptq")
-    with quantized(model, "gptq4-sym{group}", tokenizer, calibration, progress):
-        linears = packed_linears(model)
-        if not linears:
-            raise PatchError("gptq: no linear of this model is quantized")
+    recipe = "gptq4-sym{group}"
+    with quantized(model, "gptq", recipe, tokenizer, calibration, progress) as linears:
         matrices: dict[str, Matrix] = {}
         for name, module in linears.items():
             layout = module.layout
