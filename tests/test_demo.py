@@ -30,6 +30,19 @@ def byte_tokens() -> list[str]:
     return [bytes_to_unicode()[b] for b in range(256)]
 
 
+NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
 def write_gguf(file: Path, model, *, architecture="llama", drop=None) -> None:
     """A llama as llama.cpp's converter writes it: rotary rows interleaved, linears Q4_1, embedding Q8_0."""
     config = model.config
@@ -54,7 +67,7 @@ def write_gguf(file: Path, model, *, architecture="llama", drop=None) -> None:
     writer.add_unk_token_id(0)
     writer.add_pad_token_id(2)
     writer.add_chat_template("{% for m in messages %}{{ m['role'] + ':' + m['content'] + ';' }}{% endfor %}")
-    names = {hf: gguf for gguf, hf in (demo.TENSORS | demo.BLOCK_TENSORS).items()}
+    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"} | NAMES
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" or name == drop:
             continue
@@ -194,7 +207,7 @@ def test_tokenizer_of_the_conversion(tmp_path, tiny_gguf):
     "change, message",
     [
         ({"architecture": "qwen2"}, "qwen2"),
-        ({"drop": "model.layers.1.mlp.up_proj.weight"}, "layers.1.mlp.up_proj"),
+        ({"drop": "model.layers.1.mlp.up_proj.weight"}, "tensor blk.1.ffn_up.weight is missing"),
     ],
 )
 def test_conversion_refuses_other_files(tmp_path, change, message):
