@@ -29,7 +29,7 @@ from hfaccel.formats.folder import empty_twin, tensor_makers
 from hfaccel.formats.gguf_unpack import type_of, unpack_blocks
 from hfaccel.formats.importance import input_squares
 from hfaccel.progress import progress_bar
-from hfaccel.quant.linear import QuantEmbedding, QuantExperts, QuantLinear, is_packed
+from hfaccel.quant.linear import QuantEmbedding, QuantExperts, QuantLinear, ScaledLinear, is_packed
 
 log = logging.getLogger("hfaccel")
 
@@ -120,7 +120,7 @@ class _Entry:
     Attributes:
         shape: in the file, as torch has it, slowest first.
         make: the tensor as transformers has it.
-        packed: its module, where that is packed and no adapter adds to it.
+        packed: its module, where that is packed, no adapter adds to it and its inputs are not scaled.
         was_packed: its module is packed.
         kind: its type in the file.
         exact: what gives its blocks [N, bytes] without rounding, our order of rows; None where it is rounded.
@@ -156,8 +156,9 @@ def _entries(model: nn.Module, row: gguf_names.Architecture) -> list[_Entry]:
             raise UnsupportedModel(f"{pair.name}: {type(twin).__name__} of this config has no such tensor")
         owner, delta = alive if isinstance(alive, tuple) else (None, None)
         packed = isinstance(owner, nn.Module) and is_packed(owner)
+        as_it_is = packed and delta is None and not isinstance(owner, ScaledLinear)
         shape = _file_shape(pair, tuple(wanted[pair.name].shape))
-        out.append(_Entry(pair, shape, make, owner if packed and delta is None else None, packed))
+        out.append(_Entry(pair, shape, make, owner if as_it_is else None, packed))
     if missing := sorted(name for name in wanted if name not in found):
         raise PatchError(f"{missing[0]}: {type(twin).__name__} has it, this model does not")
     if extra := sorted(set(found) - used):

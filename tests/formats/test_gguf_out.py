@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hfaccel
 from hfaccel.errors import PatchError, UnknownName, UnsupportedModel
 from hfaccel.formats import gguf_out
-from hfaccel.quant.linear import codes_of
+from hfaccel.quant.linear import ScaledLinear, codes_of
 from tiny import ids, tiny
 from vocabularies import byte_level, sentence_piece
 
@@ -95,6 +95,20 @@ def test_rows_of_queries_and_keys_pair_the_halves_of_their_own_heads(heads, kv, 
     assert torch.equal(values(tensors["blk.1.attn_v.weight"]), attention.v_proj.weight)
     assert fields["llama.attention.head_count_kv"] == kv
     assert fields["llama.attention.key_length"] == fields["llama.rope.dimension_count"] == size
+
+
+def test_a_linear_that_scales_its_inputs_is_written_as_what_it_multiplies_by(tmp_path):
+    model = tiny("gpt2", n_inner=128)
+    rows = [torch.arange(40) % 97, torch.arange(50) * 3 % 89]
+    hfaccel.patch(model, "awq4-g32-sym", calibration=rows, progress=False)
+    module = model.transformer.h[0].mlp.c_proj
+    assert isinstance(module, ScaledLinear)
+    tensors, _ = exported(model, "F32", tmp_path / "whole.gguf")
+    assert torch.equal(values(tensors["blk.0.ffn_down.weight"]), module.dequantize())
+    tensors, _ = exported(model, "Q4_0", tmp_path / "packed.gguf")
+    found, wanted = values(tensors["blk.0.ffn_down.weight"]), module.dequantize()
+    assert float((found - wanted).norm() / wanted.norm()) < 0.1  # its codes alone are off by the scales
+    assert torch.equal(values(tensors["blk.0.ffn_up.weight"]), model.transformer.h[0].mlp.c_fc.dequantize())
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

@@ -194,7 +194,8 @@ def test_inputs_behind_a_gelu_are_scaled_by_their_reader(recipe, tmp_path):
     module = block.c_proj
     assert isinstance(module, ScaledLinear) and module.input_scale.dtype is torch.float32
     assert float(module.input_scale.max() / module.input_scale.min()) > 2
-    detail = {record.name: record.detail for record in hfaccel.report(model).records}["transformer.h.0.mlp.c_proj"]
+    details = {record.name: record.detail for record in hfaccel.report(model).records}
+    detail = details["transformer.h.0.mlp.c_proj"]
     assert "it scales its inputs itself: what feeds them" in detail
     # The same weight as before, but for rounding: relative to each column's size in the codes.
     error = (module.dequantize() - dense) / module.input_scale
