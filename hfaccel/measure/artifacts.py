@@ -11,6 +11,7 @@ from hfaccel.measure import memory
 
 # Shapes by name, random weights: speed alone.
 RANDOM = {"random-1.17b": memory.SHAPE | {"max_position_embeddings": 8192}}
+FORMAT = 2  # of cached GGUFs; raise it when types or rounding change
 
 
 def folder(model: str, *, off_grid: bool = False) -> Path:
@@ -45,72 +46,17 @@ def _random_folder(name: str) -> Path:
 
 
 def gguf_file(model: str, kind: str, *, off_grid: bool = False) -> Path:
-    """A llama GGUF of `kind` (Q4_0, Q4_1, Q8_0, F16, BF16): made, or the demo model's own file."""
+    """A GGUF of a type of `hfaccel export --format gguf:TYPE`: made, or the demo model's own file (Q4_1)."""
     if model == "demo" and kind == "Q4_1" and not off_grid:
         return demo_gguf()
     source = folder(model, off_grid=off_grid)
-    target = cache_dir() / "bench" / f"{source.name}-{kind}.gguf"
+    target = cache_dir() / "bench" / f"{source.name}-{kind}-f{FORMAT}.gguf"
     if not target.is_file():
-        _write_gguf(source, target, kind)
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from hfaccel.formats import gguf_out
+
+        target.parent.mkdir(parents=True, exist_ok=True)
+        loaded = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+        gguf_out.write(loaded, AutoTokenizer.from_pretrained(source), kind, target)
     return target
-
-
-def _write_gguf(source: Path, target: Path, kind: str) -> None:
-    import gguf
-    import torch
-    from gguf import quants
-    from transformers import AutoModelForCausalLM
-
-    try:
-        wanted = gguf.GGMLQuantizationType[kind]
-    except KeyError:
-        raise PatchError(f"GGUF type {kind!r}: known are Q4_0, Q4_1, Q8_0, F16, BF16") from None
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    config = model.config
-    if config.model_type != "llama":
-        raise PatchError(f"{source}: only llama models are written for the bench, not {config.model_type}")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_suffix(f".{os.getpid()}")
-    writer = gguf.GGUFWriter(partial, "llama")
-    heads, kv = config.num_attention_heads, config.num_key_value_heads
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_vocab_size(config.vocab_size)
-    _copy_tokenizer(writer)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        if name.endswith(("q_proj.weight", "k_proj.weight")):  # llama.cpp rotates neighbouring channels
-            count = heads if name.endswith("q_proj.weight") else kv
-            tensor = tensor.view(count, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
-        array = tensor.contiguous().numpy()
-        stem = names.get_name(name.removesuffix(".weight")) + ".weight"
-        if tensor.dim() == 1:
-            writer.add_tensor(stem, array)
-        else:
-            writer.add_tensor(stem, quants.quantize(array, wanted), raw_dtype=wanted)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    os.replace(partial, target)
-
-
-def _copy_tokenizer(writer) -> None:
-    """The demo model's tokenizer, whose vocabulary all bench models share."""
-    import gguf
-
-    reader = gguf.GGUFReader(demo_gguf())
-    for key, field in reader.fields.items():
-        if key.startswith("tokenizer.") and key != "tokenizer.chat_template":
-            kind = field.types[0]
-            sub = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(key, field.contents(), kind, sub)

@@ -26,6 +26,7 @@ from torch import nn
 
 from hfaccel.demo import cache_dir
 from hfaccel.errors import UnknownName
+from hfaccel.formats.gguf_mix import VARIANTS
 from hfaccel.measure import artifacts
 from hfaccel.measure.corpus import text
 from hfaccel.measure.rows import load_tokenizer
@@ -33,7 +34,7 @@ from hfaccel.measure.speed import prompt_ids
 
 PEERS = {  # name on the command line -> (worker module, variants, the default one)
     "hf": ("hf", ("bf16", "fp32"), "bf16"),
-    "llama.cpp": ("llama", ("Q4_0", "Q4_1", "Q8_0", "F16", "BF16"), "Q4_0"),
+    "llama.cpp": ("llama", tuple(VARIANTS), "Q4_0"),
     "openvino": ("openvino", ("int4", "int8", "bf16"), "int4"),
     "vllm": ("vllm", ("bf16", "fp32"), "bf16"),
     "torchao": ("torchao", ("int8", "int4"), "int8"),
