@@ -25,7 +25,7 @@ from hfaccel.errors import PatchError, UnsupportedModel
 from hfaccel.formats.gguf_blocks import decode_rows
 from hfaccel.formats.gguf_config import ROPE_TENSORS, config_of
 from hfaccel.formats.gguf_file import GGUFError, GGUFFile
-from hfaccel.formats.gguf_names import Architecture, architecture_of_file, pairs, row_order
+from hfaccel.formats.gguf_names import Architecture, architecture_of_file, pairs
 from hfaccel.formats.gguf_pack import GRIDS, layout_of
 from hfaccel.formats.gguf_source import Lazy, Source, is_matrix
 from hfaccel.mapped import drop_pages
@@ -49,6 +49,10 @@ class GGUFModel:
         self.path = Path(path)
         self.file = GGUFFile(path)
         with self._named():
+            if self.file.metadata.get("split.count", 1) != 1:
+                raise GGUFError(
+                    "split.count: one of several files; llama.cpp's gguf-split --merge joins them"
+                )
             self.row: Architecture = architecture_of_file(self.file.metadata)
             self.config = self._config()
             self.sources = self._sources()
@@ -136,7 +140,7 @@ class GGUFModel:
                     )
                 out[pair.name].infos.append(info)
                 continue
-            out[pair.name] = Source(self.file, pair, [info], row_order(pair, self.config))
+            out[pair.name] = Source(self.file, pair, [info], self.config)
         if left:
             more = f" and {len(left) - 1} others" if len(left) > 1 else ""
             raise GGUFError(f"tensor {next(iter(left))}{more}: not one that a {self.row.gguf} has")

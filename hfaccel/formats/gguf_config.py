@@ -55,6 +55,8 @@ def config_of(
     rotary = get("rope.dimension_count")
     head = key_length or (rotary if "head_dim" in row.fields.values() else None)
     head = head or get("embedding_length") // heads
+    if head % 2 or not head:
+        raise UnsupportedModel(f"heads of size {head}: rotary positions want an even one")
     if get("attention.value_length", head) != head:
         raise UnsupportedModel(f"{row.gguf}.attention.value_length: keys and values of different sizes")
     if "head_dim" in row.fields.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from hfaccel.formats.gguf_blocks import decode_rows
 from hfaccel.formats.gguf_file import GGUFFile, TensorInfo
-from hfaccel.formats.gguf_names import Pair, inverse
+from hfaccel.formats.gguf_names import Pair, inverse, row_order
 from hfaccel.formats.gguf_pack import pack_blocks
 from hfaccel.mapped import drop_pages
 from hfaccel_kernels.layouts import Layout
@@ -32,9 +33,14 @@ class Source:
     file: GGUFFile
     pair: Pair
     infos: list[TensorInfo]
-    order: Tensor | None
+    config: Any
     layout: Layout | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @cached_property
+    def order(self) -> Tensor | None:
+        """`row_order`; asked for once the shape is known to be right."""
+        return row_order(self.pair, self.config)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -37,6 +37,11 @@ _SAME = {
 }
 
 
+# Patterns of tokenizers that take a word which is a token whole, and begin texts with a start token unless a
+# file says otherwise.
+_WHOLE_WORDS = ("llama-bpe", "tekken")
+
+
 def tokenizer_of(path: str | Path) -> Any:
     """The tokenizer of a file. Raises: GGUFError naming a damaged key; UnsupportedModel for an algorithm or
     pattern that is not known."""
@@ -122,17 +127,23 @@ def _byte_level(
         if any(part not in vocabulary for part in (left, right, left + right)):
             raise GGUFError(f"tokenizer.ggml.merges: {text[:100]!r} is not made of tokens, or makes none")
         merges.append((left, right))
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    steps = _pattern(_get(metadata, "ggml.pre", str, default="default"))
+    whole = _pattern_name(metadata) in _WHOLE_WORDS
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole))
+    steps = _pattern(_pattern_name(metadata))
     made = [_step(step, pre_tokenizers) for step in steps]
     backend.pre_tokenizer = made[0] if len(made) == 1 else pre_tokenizers.Sequence(made)
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
+def _pattern_name(metadata: Mapping[str, Any]) -> str:
+    name = _get(metadata, "ggml.pre", str, default="default")
+    return _SAME.get(name, name)
+
+
 def _pattern(name: str) -> tuple:
     known = {value: key for key, value in PATTERNS.items()}
-    if (steps := known.get(_SAME.get(name, name))) is None:
+    if (steps := known.get(name)) is None:
         names = ", ".join(sorted({*known, *_SAME}))
         raise UnsupportedModel(f"tokenizer.ggml.pre is {name!r}; known are {names}")
     return steps
@@ -187,7 +198,8 @@ def _ends(backend: Any, metadata: Mapping[str, Any], special: dict[str, int], to
     """The start and end tokens that every text gets."""
     from tokenizers import processors
 
-    start = _get(metadata, "ggml.add_bos_token", bool, default=metadata["tokenizer.ggml.model"] == "llama")
+    usual = metadata["tokenizer.ggml.model"] == "llama" or _pattern_name(metadata) in _WHOLE_WORDS
+    start = _get(metadata, "ggml.add_bos_token", bool, default=usual)
     end = _get(metadata, "ggml.add_eos_token", bool, default=False)
     first = ["bos"] if start and "bos" in special else []
     last = ["eos"] if end and "eos" in special else []

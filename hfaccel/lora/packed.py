@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hfaccel import compat
 from hfaccel.errors import PatchError
-from hfaccel.quant.linear import QuantEmbedding, QuantLinear, ScaledLinear, is_packed
+from hfaccel.quant.linear import QuantEmbedding, QuantLinear, ScaledLinear, describe, is_packed
 from hfaccel.quant.packing import pack_matrix
 from hfaccel.quant.rtn import round_to_nearest
 
@@ -52,6 +52,11 @@ class _Merging:
                 "be merged into codes"
             )
         base = self.get_base_layer()
+        if base.layout.has_minimum or base.layout.scale_dtype == "super":
+            raise PatchError(
+                f"adapter {names[0]!r} cannot be merged into {describe(base.layout)}, a grid of GGUF files that "
+                "is read and not rounded to; keep it beside, or load the file with a recipe and merge then"
+            )
         before = self._before or base.stored
         former, bias = base.dequantize(before), before.get("bias")
         merged = former.clone()

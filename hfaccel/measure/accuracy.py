@@ -1,8 +1,8 @@
 """What the native plan's arithmetic costs: each layout beside the same weights with fp32 activations.
 
 `python -m hfaccel.measure.accuracy [RECIPE[:bf16] ...]` patches the model by each recipe (loaded in fp32, or
-with `:bf16` in bf16, where pages and logits are bf16 too) and prints, over the same windows of
-wikitext2_test:
+with `:bf16` in bf16, where pages and logits are bf16 too; `gguf` is the demo model's own file, packed as it
+is, or `--model FILE.gguf`) and prints, over the same windows of wikitext2_test:
 
 plan        perplexity of the packed model through the native plan, pages included
 fp32        perplexity of the very same weights: dequantized into a plain fp32 model of transformers
@@ -25,16 +25,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from hfaccel.demo import demo_gguf
 from hfaccel.errors import PatchError
 from hfaccel.generate import mixin
 from hfaccel.measure import artifacts
 from hfaccel.measure.corpus import text
 from hfaccel.measure.perplexity import cut_windows, nll_sum
+from hfaccel.measure.rows import load_tokenizer
 from hfaccel.measure.runner_report import paged_logits
 
+GGUF = "gguf"  # a file as it is, in place of a recipe
 LIMIT = 0.5  # % of perplexity
 LAYOUTS = (
     "runtime runtime:bf16 kv8:bf16 int8 int8-g64 int8-asym int8-tensor int8+kv8 "
@@ -58,10 +61,17 @@ def accuracy(
     recipe, _, dtype = layout.partition(":")
     if dtype not in ("", "bf16"):
         raise PatchError(f"{layout!r}: a recipe, or a recipe and ':bf16'")
-    folder = artifacts.folder(model, off_grid=off_grid)
-    loaded = partial(AutoModelForCausalLM.from_pretrained, folder)
-    patched = loaded(dtype=torch.bfloat16 if dtype else torch.float32).eval()
-    hfaccel.patch(patched, recipe, keep_original=False, progress=False)
+    if recipe == GGUF:
+        from hfaccel.formats.gguf import GGUFModel
+
+        file = demo_gguf() if model == "demo" else model
+        patched = hfaccel.from_pretrained(file)
+        loaded = partial(GGUFModel(file).load, packed=False)
+    else:
+        folder = artifacts.folder(model, off_grid=off_grid)
+        loaded = partial(AutoModelForCausalLM.from_pretrained, folder)
+        patched = loaded(dtype=torch.bfloat16 if dtype else torch.float32).eval()
+        hfaccel.patch(patched, recipe, keep_original=False, progress=False)
     if (executor := mixin.runner_of(patched).refresh()).name != "native":
         raise PatchError(f"{layout}: the {executor.name} executor serves it")
     plain = dequantized(loaded(dtype=torch.float32).eval(), patched)
@@ -152,13 +162,16 @@ def table_row(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m hfaccel.measure.accuracy", description=__doc__)
     parser.add_argument("layouts", nargs="*", default=LAYOUTS, metavar="RECIPE[:bf16]")
-    parser.add_argument("--model", default="demo", help="a folder or 'demo', whose off-grid twin is taken")
+    parser.add_argument(
+        "--model", default="demo", help="a folder, a .gguf file or 'demo', whose off-grid twin is taken"
+    )
     parser.add_argument("--windows", type=int, default=8, help="of 1,024 tokens")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    folder = artifacts.folder(args.model, off_grid=args.model == "demo")
-    ids = cut_windows(AutoTokenizer.from_pretrained(folder), text(), windows=args.windows)
-    rows = (accuracy(args.model, each, ids, off_grid=args.model == "demo") for each in args.layouts)
+    tokenizer = load_tokenizer(args.model, off_grid=args.model == "demo")
+    ids = cut_windows(tokenizer, text(), windows=args.windows)
+    layouts = [GGUF] if args.model.endswith(".gguf") else args.layouts
+    rows = (accuracy(args.model, each, ids, off_grid=args.model == "demo") for each in layouts)
     if args.json:
         return print(json.dumps(list(rows), indent=1))
     print(f"{args.model}, {len(ids)} windows of {ids.shape[1]} tokens of wikitext2_test; {machine()}\n")

@@ -21,7 +21,7 @@ from hfaccel.runtime import plan_reference
 from hfaccel.runtime.native import executor
 from hfaccel.runtime.plan_build import build
 from hfaccel.runtime.plan_reference import Reference
-from plans import Steps, close
+from plans import Steps, close, record_errors
 from saved import attention
 from tiny import ids, tiny
 
@@ -228,6 +228,8 @@ def test_every_type_loads_packed_and_runs_in_the_plan(kind, tmp_path):
         if isinstance(module, QuantLinear | QuantEmbedding):
             assert torch.equal(module.dequantize(), dense.get_submodule(name).weight), name
     prompt = ids(1, 40)[0]
+    errors = record_errors(model, prompt[:5])
+    assert max(errors.values()) < 1e-5, errors
     steps = Steps(model, executor(model))
     found = steps.run(prompt)[0]
     near(found, logits(oracle(dense, model), prompt[None])[0])
@@ -327,6 +329,17 @@ def test_recipes_of_the_runtime_keep_weights_packed_others_do_not(tmp_path):
     dense = hfaccel.from_pretrained(path, "int8", dtype=torch.float32)
     assert {m.layout.bits for m in dense.modules() if isinstance(m, QuantLinear)} == {8}
     assert {m.layout.group for m in dense.modules() if isinstance(m, QuantLinear)} == {-1}
+
+
+def test_adapters_lie_beside_packed_blocks_and_are_not_merged_into_them(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = hfaccel.from_pretrained(of_blocks("Q4_K", tmp_path / "m.gguf"))
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    before = logits(model, ids(1, 5))
+    adapted = peft.get_peft_model(model, config)
+    assert not torch.equal(logits(adapted, ids(1, 5)), before)
+    with pytest.raises(PatchError, match="cannot be merged into int4 g32 with minimums"):
+        adapted.merge_adapter()
 
 
 # Tied heads and bf16 (CASES G4) ----------------------------------------------------------------------------
@@ -453,9 +466,22 @@ BAD = {
         (GGUFError, UnsupportedModel),
         "key_length|rope.dimension_count|tensor",
     ),
+    "odd head": (
+        {f"llama.{key}": 15 for key in ("attention.key_length", "attention.value_length")}
+        | {"llama.rope.dimension_count": 15},
+        UnsupportedModel,
+        "heads of size 15: rotary positions want an even one",
+    ),
+    "absurd heads of absurd size": (
+        {f"llama.{key}": 2**30 for key in ("attention.key_length", "attention.value_length")}
+        | {"llama.rope.dimension_count": 2**30, "llama.attention.head_count": 2**16},
+        GGUFError,
+        "tensor blk.0.attn_q.weight is",
+    ),
     "epsilon": ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, GGUFError, "rms_epsilon is nan"),
     "theta": ({"llama.rope.freq_base": float("inf")}, GGUFError, "freq_base is inf"),
     "rope type": ({"llama.rope.scaling.type": "spiral"}, UnsupportedModel, "scaling.type is 'spiral'"),
+    "one of several": ({"split.count": 3}, GGUFError, "split.count: one of several files"),
     "token id": ({"tokenizer.ggml.eos_token_id": "2"}, GGUFError, "eos_token_id is '2'"),
 }
 

@@ -53,7 +53,7 @@ def test_what_is_written_is_read_back(make):
         if prefixes(wanted):  # without, the test's own takes a first space away that nobody put there
             assert found.decode(ids) == wanted.decode(ids)
             assert found.decode(ids, skip_special_tokens=True) == wanted.decode(ids, skip_special_tokens=True)
-        elif "<s>" not in text:
+        elif "<s>" not in text and "▁" not in text:
             assert found.decode(ids, skip_special_tokens=True) == text
     assert found("the", "then").input_ids == wanted("the", "then").input_ids
     chat = [{"role": "user", "content": "hello"}]
@@ -73,6 +73,18 @@ def test_a_pattern_of_its_own_cuts_as_the_regex_says():
     found = read_tokenizer(metadata)
     for text in TEXTS:
         assert found.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text) == split.pre_tokenize_str(text)
+
+
+def test_llama_3_takes_words_whole_and_starts_texts_unless_the_file_says_otherwise():
+    tokenizer = byte_level()
+    metadata = metadata_of(tokenizer, len(tokenizer)) | {"tokenizer.ggml.pre": "llama-bpe"}
+    metadata["tokenizer.ggml.merges"] = []  # " the" is a token, and nothing makes it
+    word = metadata["tokenizer.ggml.tokens"].index("Ġthe")
+    del metadata["tokenizer.ggml.add_bos_token"]
+    assert read_tokenizer(metadata)(" the").input_ids == [1, word]
+    assert read_tokenizer(metadata | {"tokenizer.ggml.add_bos_token": False})(" the").input_ids == [word]
+    plain = read_tokenizer(metadata | {"tokenizer.ggml.pre": "gpt-2"})(" the").input_ids
+    assert len(plain) == 4 and word not in plain
 
 
 @pytest.mark.parametrize("prefix", [True, False])
