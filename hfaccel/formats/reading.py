@@ -258,7 +258,7 @@ def load(
         )
     finally:
         FOREIGN.reset(token)
-    if missing := sorted(info["missing_keys"]):
+    if missing := sorted(set(info["missing_keys"]) - set(saved.tied)):
         raise CheckpointError(f"{missing[0]} is missing from {path} ({len(missing)} tensors are)")
     if unexpected := sorted(info["unexpected_keys"]):
         raise CheckpointError(f"{unexpected[0]} is not a tensor of {type(model).__name__}")

@@ -24,15 +24,14 @@ def pack(values: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Ten
     per, words = period(bits)
     n = values.shape[-1]
     full = torch.nn.functional.pad(values, (0, -n % per)) if n % per else values
-    each = full.reshape(*values.shape[:-1], -1, per).to(torch.int64)
-    if order is not None:
-        each = each[..., list(order)]
-    out = each.new_zeros(*each.shape[:-1], words)
+    each = full.reshape(*values.shape[:-1], -1, per)
+    out = each.new_zeros(*each.shape[:-1], words, dtype=torch.int64)
     for i in range(per):
         word, at = divmod(i * bits, 32)
-        out[..., word] |= each[..., i] << at
+        value = each[..., i if order is None else order[i]].to(torch.int64)
+        out[..., word] |= value << at
         if at + bits > 32:
-            out[..., word + 1] |= each[..., i] >> (32 - at)
+            out[..., word + 1] |= value >> (32 - at)
     # The low 32 bits, as the signed number that has them.
     out = (out & 0xFFFFFFFF) - ((out & 0x80000000) << 1)
     return out.to(torch.int32).flatten(-2)
