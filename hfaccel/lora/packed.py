@@ -55,7 +55,7 @@ class _Merging:
         if base.layout.has_minimum or base.layout.scale_dtype == "super":
             raise PatchError(
                 f"adapter {names[0]!r} cannot be merged into {describe(base.layout)}, a grid of GGUF files "
-                "that is read and not rounded to; keep it beside, or load the file with a recipe and merge then"
+                "that is read, not rounded to; keep it beside, or load the file with a recipe and merge then"
             )
         before = self._before or base.stored
         former, bias = base.dequantize(before), before.get("bias")
