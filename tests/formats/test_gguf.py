@@ -466,6 +466,11 @@ BAD = {
         (GGUFError, UnsupportedModel),
         "key_length|rope.dimension_count|tensor",
     ),
+    "heads that do not divide": (
+        {"llama.attention.head_count": 3},
+        GGUFError,
+        "llama cannot be made of its metadata: .*not a multiple of the number of attention heads",
+    ),
     "odd head": (
         {f"llama.{key}": 15 for key in ("attention.key_length", "attention.value_length")}
         | {"llama.rope.dimension_count": 15},
@@ -474,7 +479,7 @@ BAD = {
     ),
     "absurd heads of absurd size": (
         {f"llama.{key}": 2**30 for key in ("attention.key_length", "attention.value_length")}
-        | {"llama.rope.dimension_count": 2**30, "llama.attention.head_count": 2**16},
+        | {"llama.rope.dimension_count": 2**30, "llama.attention.head_count": 16},
         GGUFError,
         "tensor blk.0.attn_q.weight is",
     ),
