@@ -217,7 +217,8 @@ def _name_of(entries: list[_Entry], gguf: str) -> str:
 
 def _general(model: nn.Module, variant: str, parameters: int) -> dict[str, Any]:
     out: dict[str, Any] = {"general.type": "model"}
-    if name := Path(str(getattr(model, "name_or_path", "") or "")).name:
+    path = getattr(model, "name_or_path", None)
+    if path and path != "None" and (name := Path(path).name):
         out["general.name"] = name
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if parameters >= size:
