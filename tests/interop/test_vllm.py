@@ -32,8 +32,8 @@ CASES = [
     ("gptq", "int4-sym-g64", "float16"),
     ("awq", "int4-g64", "float16"),
     ("compressed-tensors", "int4-g64", "float16"),
-    # It loads, and the first 16 tokens of the first prompt are ours; the 17th is 0.45 of a logit away, in bf16
-    # and in fp32 alike: more than rounding explains, and not explained yet.
+    # It loads, and the first 16 tokens of the first prompt are ours; the 17th is 0.45 of a logit away, in
+    # bf16 and in fp32 alike: more than rounding explains, and not explained yet.
     pytest.param("compressed-tensors", "w8a8", "float32", marks=pytest.mark.xfail(strict=False)),
 ]
 
