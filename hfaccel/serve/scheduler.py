@@ -1,0 +1,274 @@
+"""What goes into the next step: iteration-level scheduling over one pool of pages.
+
+Every step is put together anew from what runs: one token of each request that decodes, then chunks of the
+prompts that are under way, then requests that wait, until the step's tokens or the pages are used up. So a
+request joins or leaves at any step, and a long prompt is cut into pieces beside which the others go on.
+
+Rank is a number fixed at arrival, lower first, so that two requests never change places and none starves:
+
+    fcfs      the order of arrival
+    sjf       arrival + aging_s for each 1,000 tokens of prompt and answer
+    priority  arrival + aging_s for each level: after that long, a level does not count any more
+
+Without pages for a request that runs, the last in rank gives its own up and waits again: its tokens are
+computed anew, from those of its pages that are still in the prefix tree. Under `priority` a waiting request
+takes pages and places from requests of a worse level that are behind it in rank, too. The first in rank is
+never preempted and everything that is admitted fits the pool alone, so there always is progress.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hfaccel.cache.pool import PagePool, Sequence
+from hfaccel.errors import PatchError
+from hfaccel.serve.prefix import PrefixTree
+from hfaccel.serve.requests import Request, State
+
+JOB_TOKENS = 1000  # what weighs as much as aging_s under `sjf`
+
+POLICIES: dict[str, Callable[[Request, float], float]] = {
+    "fcfs": lambda request, aging_s: 0.0,  # then by order
+    "sjf": lambda request, aging_s: request.arrival + aging_s * request.most_tokens / JOB_TOKENS,
+    "priority": lambda request, aging_s: request.arrival + aging_s * request.priority,
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a step may be.
+
+    Args:
+        token_budget: tokens of a step. max_running: requests that hold pages.
+        policy: one of POLICIES. aging_s: see there.
+        chunked: prompts are cut where a step's tokens end; else a prompt is one step's, however long.
+    """
+
+    token_budget: int = 512
+    max_running: int = 256
+    policy: str = "fcfs"
+    aging_s: float = 10.0
+    chunked: bool = True
+
+    def __post_init__(self):
+        for name in ("token_budget", "max_running"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise PatchError(f"{name} is a whole number, 1 or more, not {value!r}")
+        if self.policy not in POLICIES:
+            raise PatchError(f"policy {self.policy!r}; known are {', '.join(POLICIES)}")
+        if not (math.isfinite(self.aging_s) and self.aging_s >= 0):
+            raise PatchError(f"aging_s is a time in seconds, not {self.aging_s!r}")
+
+
+@dataclass
+class Step:
+    """The next step: how many tokens each request computes.
+
+    Attributes: begun, preempted: requests that got pages for it, and that lost theirs.
+        pages: new pages promised to each; needed: their sum.
+    """
+
+    chunks: dict[Request, int] = field(default_factory=dict)
+    pages: dict[Request, int] = field(default_factory=dict)
+    needed: int = 0
+    begun: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.chunks.values())
+
+    def put(self, request: Request, count: int) -> None:
+        self.chunks[request] = count
+        self.pages[request] = request.sequence.pages_for(count)
+        self.needed += self.pages[request]
+
+    def drop(self, request: Request) -> None:
+        self.chunks.pop(request, None)
+        self.needed -= self.pages.pop(request, 0)
+
+
+class Scheduler:
+    """Requests that wait and that run, and the pages of those that run. Not thread-safe.
+
+    Attributes:
+        version: of the weights; requests admitted under another one leave nothing in the tree.
+        cached_tokens, admitted_tokens: found in the tree, of all that were to be computed at admissions.
+    """
+
+    def __init__(self, pool: PagePool, tree: PrefixTree | None = None, limits: Limits | None = None):
+        self.pool, self.tree, self.limits = pool, tree, limits or Limits()
+        self.waiting: list[Request] = []  # by rank
+        self.running: list[Request] = []  # by rank
+        self.version: object = None
+        self.preemptions = self.cached_tokens = self.admitted_tokens = 0
+        self._evictable: int | None = None  # pages of the tree alone, once counted
+
+    def rank(self, request: Request) -> tuple[float, int]:
+        return POLICIES[self.limits.policy](request, self.limits.aging_s), request.order
+
+    def add(self, request: Request) -> None:
+        insort(self.waiting, request, key=self.rank)
+
+    def remove(self, request: Request, *, keep: bool = True) -> None:
+        """Forget a request and free its pages; keep: what is whole stays in the tree."""
+        for queue in (self.waiting, self.running):
+            if request in queue:
+                queue.remove(request)
+        self._release(request, keep)
+
+    def keep(self, request: Request) -> None:
+        """Put its full pages into the tree, for others and for itself."""
+        if self.tree is not None and request.sequence is not None and request.version == self.version:
+            done = request.tokens[: request.computed]
+            self.tree.insert((request.version, request.adapter), done, request.sequence.pages)
+
+    def preempt_all(self) -> None:
+        """Everything waits; no request holds a page."""
+        for request in reversed(list(self.running)):
+            self._preempt(request, Step(), keep=False)
+
+    # -- one step
+
+    def schedule(self) -> Step:
+        """The next step; afterwards there are free pages for all of it."""
+        step = Step()
+        self._evictable = None
+        self._run(step)
+        if not step.preempted:
+            self._admit(step)
+        short = step.needed - self.pool.free_pages
+        if short > 0 and self.tree is not None:
+            self.tree.evict(short)
+        return step
+
+    def _run(self, step: Step) -> None:
+        """Those that run: decodes first, so that no prompt stalls them."""
+        decodes = [r for r in self.running if r.left == 1]
+        prompts = [r for r in self.running if r.left != 1]
+        for request in decodes + prompts:
+            if request.sequence is None:  # preempted for one before it
+                continue
+            count = self._count(request, step)
+            if count and self._make_room(request, count, step):
+                step.put(request, count)
+
+    def _count(self, request: Request, step: Step) -> int:
+        """Tokens of it that the step still has room for."""
+        budget = self.limits.token_budget - step.tokens
+        if self.limits.chunked or request.left <= budget:
+            return max(0, min(request.left, budget))
+        alone = all(count == 1 for count in step.chunks.values())
+        return request.left if alone and budget > 0 else 0
+
+    def _make_room(self, request: Request, count: int, step: Step) -> bool:
+        """Take pages for `count` tokens from the last in rank where there are none: whether there are now."""
+        while not self._fits(step.needed + request.sequence.pages_for(count)):
+            victim = self.running[-1]
+            self._preempt(victim, step)
+            if victim is request:
+                return False
+        return True
+
+    def _fits(self, pages: int) -> bool:
+        free = self.pool.free_pages
+        if pages <= free or self.tree is None:
+            return pages <= free
+        if self._evictable is None:
+            self._evictable = self.tree.evictable
+        return pages <= free + self._evictable
+
+    def _admit(self, step: Step) -> None:
+        """Those that wait, in rank, as long as there are tokens, places and pages for the whole of each."""
+        while self.waiting and step.tokens < self.limits.token_budget:
+            request = self.waiting[0]
+            if not self._begin(request, step):
+                return
+            count = self._count(request, step)
+            if not count:  # a whole prompt, beside another one
+                self._withdraw(request, step)
+                return
+            step.put(request, count)
+
+    def _begin(self, request: Request, step: Step) -> bool:
+        """Give a waiting request its sequence and what is cached of it, if it finds a place and pages."""
+        victims = self._victims(request)
+        while True:
+            if len(self.running) < self.limits.max_running:
+                self._start(request)
+                if self._fits(self._promised(request)):
+                    self.waiting.remove(request)
+                    insort(self.running, request, key=self.rank)
+                    request.state = State.RUNNING
+                    step.begun.append(request)
+                    if request.cached_tokens is None:
+                        request.cached_tokens = request.computed
+                    self.cached_tokens += request.computed
+                    self.admitted_tokens += request.length
+                    return True
+                self._release(request, keep=False)
+            if not victims:
+                return False
+            held = sum(len(victim.sequence.pages) for victim in victims)
+            if not self._fits(-(-request.length // self.pool.page_tokens) - held):
+                return False
+            self._preempt(victims.pop(), step)
+
+    def _promised(self, request: Request) -> int:
+        """Pages for the rest of all prompts under way and of this one, and one for each that runs to go on
+        with: who is admitted is not preempted at once."""
+        running = sum(r.sequence.pages_for(r.left) + 1 for r in self.running)
+        return running + request.sequence.pages_for(request.left)
+
+    def _victims(self, request: Request) -> list[Request]:
+        """Who loses pages or a place to a waiting request; the last one first."""
+        if self.limits.policy != "priority":
+            return []
+        rank = self.rank(request)
+        return [r for r in self.running if r.priority > request.priority and self.rank(r) > rank]
+
+    def _start(self, request: Request) -> None:
+        self._evictable = None
+        request.sequence = Sequence(self.pool)
+        request.version = self.version
+        if self.tree is None:
+            return
+        tokens = request.tokens
+        # The copy of a page that ends in the middle needs a page more than the request has.
+        spare = -(-request.most_tokens // self.pool.page_tokens) < self.pool.capacity
+        key = (request.version, request.adapter)
+        request.sequence.share(*self.tree.match(key, tokens, limit=len(tokens) - 1, partial=spare))
+
+    def _withdraw(self, request: Request, step: Step) -> None:
+        """Take back an admission of this step."""
+        step.begun.remove(request)
+        self.cached_tokens -= request.computed
+        self.admitted_tokens -= request.length
+        if not request.preemptions:
+            request.cached_tokens = None
+        self.running.remove(request)
+        self._release(request, keep=False)
+        request.state = State.WAITING
+        self.add(request)
+
+    def _preempt(self, request: Request, step: Step, *, keep: bool = True) -> None:
+        self.running.remove(request)
+        self._release(request, keep)
+        request.state = State.WAITING
+        request.preemptions += 1
+        self.preemptions += 1
+        step.drop(request)
+        step.preempted.append(request)
+        self.add(request)
+
+    def _release(self, request: Request, keep: bool) -> None:
+        self._evictable = None
+        if request.sequence is not None:
+            if keep:
+                self.keep(request)
+            request.sequence.empty()
+            request.sequence = None
