@@ -72,6 +72,7 @@ class GGUFModel:
     # What the file says -----------------------------------------------------------------------------------
 
     def _config(self) -> Any:
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig
 
         tensors, metadata = self.file.tensors, self.file.metadata
@@ -96,7 +97,14 @@ class GGUFModel:
             config = AutoConfig.for_model(self.row.model_type, **fields)
             # Kept by what the class derives of its fields, such as the size of a head.
             config.num_hidden_layers, config.num_attention_heads, config.hidden_size  # noqa: B018
-        except (ValueError, TypeError, ArithmeticError, AttributeError, KeyError) as error:
+        except (
+            StrictDataclassError,
+            ValueError,
+            TypeError,
+            ArithmeticError,
+            LookupError,
+            AttributeError,
+        ) as error:
             reason = str(error).strip().replace("\n", " ")
             raise GGUFError(f"{self.row.model_type} cannot be made of its metadata: {reason}") from error
         config.architectures = [self.row.model_class]
