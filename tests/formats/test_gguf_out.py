@@ -183,6 +183,31 @@ def test_a_packed_grid_is_written_code_for_code(recipe, variant, tmp_path, caplo
     assert torch.equal(values(tensors["blk.0.attn_k.weight"]).sort(0).values, keys)
 
 
+# Not of mixtral in Q4_K_M and Q5_K_M: experts whose matrices are of two types are dequantized when loaded.
+BACK = [
+    (family, variant)
+    for family in ("llama", "qwen2", "gemma2", "gpt2", "mixtral")
+    for variant in ("F32", "Q8_0", "Q4_1", "Q4_K_M", "Q5_K_M", "Q6_K")
+    if family != "mixtral" or not variant.endswith("_M")
+]
+
+
+@pytest.mark.parametrize("family, variant", BACK)
+def test_what_was_loaded_packed_is_written_back_byte_for_byte(family, variant, tmp_path, caplog):
+    inner = {"gpt2": "n_inner"}.get(family, "intermediate_size")
+    sizes = {"hidden_size": 256, inner: 512, "num_hidden_layers": 2, "vocab_size": 300}
+    model = tiny(family, **{**sizes, **FAMILIES[family]})
+    tensors, fields = exported(model, variant, tmp_path / "a.gguf", tokenizer=byte_level())
+    loaded = hfaccel.from_pretrained(str(tmp_path / "a.gguf"), dtype=torch.float32)
+    with caplog.at_level(logging.WARNING, logger="hfaccel"):
+        again, same = exported(loaded, variant, tmp_path / "b.gguf", tokenizer=byte_level())
+    assert "dequantized" not in caplog.text
+    assert same == fields and again.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert again[name].tensor_type == tensor.tensor_type, name
+        assert again[name].data.tobytes() == tensor.data.tobytes(), name
+
+
 def test_other_grids_are_dequantized_and_the_log_says_so(tmp_path, caplog):
     model = tiny("llama", hidden_size=64, intermediate_size=96)
     hfaccel.patch(model, "int4-g64")
