@@ -141,7 +141,9 @@ def check_target(target: Path) -> None:
 
 
 def check_free(target: Path) -> None:
-    """Refuse a folder that holds files already, for commands that are not to lose any. Raises: PatchError."""
+    """Refuse a file, or a folder of some, for commands that are not to lose any. Raises: PatchError."""
+    if target.is_file():
+        raise PatchError(f"{target} is there already; give another name, or --overwrite")
     if target.is_dir() and (held := sorted(path.name for path in target.iterdir())):
         more = f" and {len(held) - 1} more" if held[1:] else ""
         raise PatchError(f"{target} holds {held[0]}{more} already; give another folder, or --overwrite")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from hfaccel.commands.terminal import AsJson, Model, OffGrid, recipe_names
+from hfaccel.commands.terminal import AsJson, Model, OffGrid, Overwrite, recipe_names
 
 
 def export(
@@ -32,6 +32,7 @@ def export(
         typer.Option(help="For what is calibrated on the way: a text file, or wikitext2_valid."),
     ] = None,
     off_grid: OffGrid = False,
+    overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a model for other programs: llama.cpp, vLLM, SGLang, transformers.
@@ -58,7 +59,7 @@ def export(
     from hfaccel.measure.corpus import text
     from hfaccel.measure.rows import load_model, tokenizer_beside
     from hfaccel.recipe import AUTO
-    from hfaccel.saving import check_target, check_writable
+    from hfaccel.saving import check_free, check_target, check_writable
 
     name, _ = parse(format)
     if recipe is not None:
@@ -71,6 +72,8 @@ def export(
         check_target(output)
     if Path(model).exists() and output.exists() and output.samefile(model):
         raise PatchError(f"{output} is MODEL itself, whose weights would be lost; give another place")
+    if not overwrite:
+        check_free(output)
     texts = None if calibration is None else [text(calibration)]
     loaded = load_model(model, off_grid=off_grid, packed=recipe is None)
     tokenizer = tokenizer_beside(model)

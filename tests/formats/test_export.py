@@ -13,6 +13,7 @@ from hfaccel.formats.export import FORMATS, export, parse
 from saved import config_json, logits, patched, stored
 from test_cli import run
 from tiny import ids, tiny
+from vocabularies import byte_level
 
 
 def test_names_and_variants():
@@ -126,6 +127,20 @@ def test_the_command_quantizes_with_a_recipe(folder, tmp_path):
     done = run("export", str(folder), "-f", "compressed-tensors", "-o", str(out), "--recipe", "int8")
     assert done.exit_code == 0 and f"{out}: compressed-tensors, " in done.stdout
     assert config_json(out)["quantization_config"]["format"] == "pack-quantized"
+
+
+@pytest.mark.parametrize(("format", "name"), [("gguf:Q8_0", "m.gguf"), ("dense:fp32", "out")])
+def test_what_is_there_is_written_over_when_asked(folder, tmp_path, format, name):
+    byte_level().save_pretrained(folder)  # GGUF is written of BPE
+    args = ("export", str(folder), "--format", format, "-o", str(tmp_path / name))
+    assert run(*args).exit_code == 0
+    file = next(path for path in (tmp_path / name / "model.safetensors", tmp_path / name) if path.is_file())
+    written = file.read_bytes()
+    file.write_bytes(b"mine")
+    with pytest.raises(ValueError, match="already; give another .*--overwrite"):
+        run(*args)
+    assert file.read_bytes() == b"mine"
+    assert run(*args, "--overwrite").exit_code == 0 and file.read_bytes() == written
 
 
 @pytest.mark.parametrize(
