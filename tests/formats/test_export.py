@@ -130,7 +130,9 @@ def test_the_command_quantizes_with_a_recipe(folder, tmp_path):
 
 
 @pytest.mark.parametrize(("format", "name"), [("gguf:Q8_0", "m.gguf"), ("dense:fp32", "out")])
-def test_what_is_there_is_written_over_when_asked(folder, tmp_path, format, name):
+def test_what_is_there_is_written_over_when_asked(tmp_path, format, name):
+    folder = tmp_path / "model"
+    tiny("llama", vocab_size=300).save_pretrained(folder)
     byte_level().save_pretrained(folder)  # GGUF is written of BPE
     args = ("export", str(folder), "--format", format, "-o", str(tmp_path / name))
     assert run(*args).exit_code == 0
