@@ -240,21 +240,31 @@ class Runner:
 
     @torch.no_grad()
     def candidates(
-        self, tokens: torch.Tensor, positions: torch.Tensor, sequences: list[Sequence], top: int
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        sequences: list[Sequence],
+        top: int,
+        *,
+        counts: list[int] | None = None,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Append one token to each sequence: its `top` largest logits.
 
-        Returns: [B, top] fp32, best first and equal ones by id; their ids [B, top] int64; all logits
-            [B, vocab].
+        Args:
+            counts, rows: as `step` takes them, where it is not one token each and all rows.
+        Returns: [R, top] fp32, best first and equal ones by id; their ids [R, top] int64; all logits
+            [R, vocab].
         """
         with self.lock:
             executor, count = self.executor or self.refresh(), len(sequences)
-            rows = torch.arange(count, device=tokens.device)
+            if rows is None:
+                rows, counts = torch.arange(count, device=tokens.device), [1] * count
             if not hasattr(executor, "best"):
-                logits = self.step(tokens, positions, sequences, [1] * count, rows)
+                logits = self.step(tokens, positions, sequences, counts, rows)
                 values, ids = logits.float().sort(dim=-1, descending=True, stable=True)
                 return values[:, :top], ids[:, :top], logits
-            with self._appending(sequences, [1] * count) as tensors:
+            with self._appending(sequences, counts) as tensors:
                 args = (self.pool, tokens, positions, *tensors, rows)
                 values, ids, logits = executor.best(*args, top=top)
             return values[0], ids[0], logits

@@ -48,6 +48,21 @@ def test_candidates_are_the_largest_logits(threads, dtype):
         assert torch.equal(found[0], order.indices[:, :top])
 
 
+def test_candidates_of_chunks_are_those_of_the_rows_asked_for():
+    """A prompt's chunk and a decode in one call, against a step's logits."""
+    run = Runner(tiny.tiny("llama"))
+    first, second = run.sequence(), run.sequence()
+    run.step(tiny.ids(1, 5)[0], torch.arange(5), [first], [5], torch.tensor([4]))
+    args = (tiny.ids(1, 8, seed=2)[0], torch.tensor([5, *range(7)]), [first, second])
+    rows = torch.tensor([7, 0])
+    want = run.step(*args, [1, 7], rows)
+    first.rollback(1), second.rollback(7)
+    values, found, logits = run.candidates(*args, 3, counts=[1, 7], rows=rows)
+    assert torch.equal(logits, want) and (first.length, second.length) == (6, 7)
+    order = want.float().sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(values, order.values[:, :3]) and torch.equal(found, order.indices[:, :3])
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("case", ["-inf", "nan", "-nan", "nans", "all nan", "all -inf", "inf and nan"])
 def test_candidates_of_extreme_logits_are_those_of_torch(case, threads):
