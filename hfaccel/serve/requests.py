@@ -173,6 +173,13 @@ class Request:
         """Prompt and answer."""
         return self.prompt + self.output
 
+    def part(self, at: int, count: int) -> list[int]:
+        """`count` of its tokens from the one at `at`."""
+        start = at - len(self.prompt)
+        if start >= 0:
+            return self.output[start : start + count]
+        return self.prompt[at : at + count] + self.output[: max(0, start + count)]
+
     @property
     def length(self) -> int:
         return len(self.prompt) + len(self.output)

@@ -55,6 +55,14 @@ def test_tensors_and_lists_are_the_same_prompt():
     assert request.prompt == [1, 2]
 
 
+def test_parts_are_cut_out_of_prompt_and_answer():
+    request = Request([1, 2, 3])
+    request.output += [4, 5]
+    for at in range(5):
+        for count in range(1, 6 - at):
+            assert request.part(at, count) == request.tokens[at : at + count]
+
+
 def test_what_can_never_fit_is_refused_with_both_numbers():
     """16 slots: the last token of an answer needs none."""
     Request([1] * 10, Options(max_new_tokens=7)).check(**ROOM)

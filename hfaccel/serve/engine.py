@@ -1,0 +1,349 @@
+"""The engine: requests in, tokens out, one step of the runner at a time.
+
+`Engine.step` takes in what was submitted, asks the scheduler what to compute, runs it through a runner over
+pages of its own, chooses a token for each request whose tokens are all computed, and lets go of those that
+are over. Whatever else is in a step, a request gets the tokens that it would get alone.
+
+Any thread may `submit` and `cancel`; one at a time steps. While requests are under way the model is in use:
+`patch`, `unpatch` and `original` are refused as they are during `generate`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+
+from hfaccel.errors import PatchError, UnsupportedModel
+from hfaccel.generate import gate, mixin
+from hfaccel.generate.checks import position_limit
+from hfaccel.runtime.modules import WHOLE_INPUT_ROPE, rope_types, unpackable
+from hfaccel.runtime.runner import Runner
+from hfaccel.serve.budget import budget_of
+from hfaccel.serve.prefix import PrefixTree
+from hfaccel.serve.requests import Refused, Request, State
+from hfaccel.serve.sampling import choose
+from hfaccel.serve.scheduler import Limits, Scheduler, Step
+
+log = logging.getLogger("hfaccel")
+
+CONTEXT_TOKENS = 4096  # of a model whose config names no length
+
+
+class Engine:
+    """Serves requests on one patched model.
+
+    Args:
+        pages: KV pages of the pool; else as many as `memory_utilization` of the device's memory leaves room
+            for, but no more than `limits.max_running` contexts.
+        limits: of a step, with the policy. prefix_cache: pages of prompts and answers are found again.
+        clock: seconds, for ranks.
+    Raises: PatchError for a model that is not patched; UnsupportedModel for one that steps cannot serve.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        pages: int | None = None,
+        memory_utilization: float = 0.9,
+        limits: Limits | None = None,
+        prefix_cache: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.model, self.limits, self.clock = model, limits or Limits(), clock
+        self._runtime = mixin.runtime(model)
+        if reason := unserved(model):
+            raise UnsupportedModel(f"{type(model).__name__} cannot be served: {reason}")
+        barred = self._runtime.decide(model)
+        kv_bits, page_tokens = self._runtime.kv_bits, self._runtime.page_tokens
+        if pages is None:
+            rows = min(self.limits.max_running, self.limits.token_budget)
+            budget = budget_of(
+                model,
+                kv_bits=kv_bits,
+                utilization=memory_utilization,
+                token_budget=self.limits.token_budget,
+                rows=rows,
+                barred=barred,
+            )
+            context = getattr(model.config, "max_position_embeddings", None) or CONTEXT_TOKENS
+            pages = min(budget.pages(page_tokens), self.limits.max_running * -(-context // page_tokens))
+        if isinstance(pages, bool) or not isinstance(pages, int) or pages < 1:
+            raise PatchError(f"pages is a whole number, 1 or more, not {pages!r}")
+        self.runner = Runner(
+            model, kv_bits=kv_bits, page_tokens=page_tokens, budget_pages=pages, barred=barred
+        )
+        self.pool = self.runner.pool
+        self.tree = PrefixTree(self.pool) if prefix_cache else None
+        self.scheduler = Scheduler(self.pool, self.tree, self.limits)
+        self.steps = 0
+        self._positions = position_limit(model)
+        self._vocab = _vocabulary(model)
+        self._order = itertools.count()
+        self._submitted: deque[Request] = deque()
+        self._cancelled: deque[Request] = deque()
+        self._stepping = threading.RLock()
+        self._inside = ExitStack()
+        self._entered = False
+        self._closed = False
+        self._place = (model.dtype, model.device)
+        self._weights: list | None = None
+        self._version = 0
+
+    # -- from any thread
+
+    def submit(self, request: Request) -> Request:
+        """Put a request in line. Raises: Refused for one that can never be served."""
+        if self._closed:
+            raise Refused("the engine is closed")
+        self._check_patched()
+        if request.order >= 0:
+            raise Refused("the request was submitted before: make another one")
+        if request.adapter is not None:
+            raise Refused(f"adapter {request.adapter!r} is not loaded; there are none")
+        request.check(
+            pool_pages=self.pool.capacity,
+            page_tokens=self.pool.page_tokens,
+            vocab=self._vocab,
+            positions=self._positions,
+        )
+        request.arrival, request.order = self.clock(), next(self._order)
+        self._submitted.append(request)
+        if self._closed:  # meanwhile: nobody takes it in any more
+            request.end(State.CANCELLED, "cancelled")
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """End a request at the next step; nothing happens to one that is over."""
+        request.cancelled = True
+        self._cancelled.append(request)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has something to do."""
+        scheduler = self.scheduler
+        return bool(self._submitted or self._cancelled or scheduler.waiting or scheduler.running)
+
+    def stats(self) -> dict[str, int]:
+        """What it holds now, and counts since it began."""
+        scheduler = self.scheduler
+        return {
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting) + len(self._submitted),
+            "pages": self.pool.capacity,
+            "used_pages": self.pool.used_pages,
+            "cached_pages": 0 if self.tree is None else len(self.tree),
+            "steps": self.steps,
+            "preemptions": scheduler.preemptions,
+            "admitted_tokens": scheduler.admitted_tokens,
+            "cached_tokens": scheduler.cached_tokens,
+        }
+
+    # -- from the thread that steps
+
+    @torch.no_grad()
+    def step(self) -> bool:
+        """One step. Returns: whether there was anything to do.
+
+        An error in it fails the requests that were in it; the others go on.
+        """
+        with self._stepping:
+            new = self._take_in()
+            scheduler = self.scheduler
+            if not (scheduler.waiting or scheduler.running):
+                self._leave()
+                return False
+            step = None
+            try:
+                self._enter()
+                if new or self._weights is None:
+                    self._refresh()
+                step = scheduler.schedule()
+                if not step.chunks and not step.preempted:
+                    raise PatchError("the next request needs more pages than there are")
+                tokens = self._run(step)
+            except Exception as error:
+                self._fail(step, error)
+                return True
+            for request, token in tokens:
+                self._take(request, token)
+            if not self.busy:
+                self._leave()
+            return True
+
+    def drain(self) -> None:
+        """Step until nothing is left to do."""
+        while self.step():
+            pass
+
+    def close(self) -> None:
+        """Cancel what is left and give all memory back; whatever is submitted afterwards is refused."""
+        with self._stepping:
+            self._closed = True
+            self._take_in()
+            for request in [*self.scheduler.running, *self.scheduler.waiting]:
+                self._end(request, State.CANCELLED, "cancelled", keep=False)
+            if self.tree is not None:
+                self.tree.clear()
+            self.pool.trim()
+            self._leave()
+
+    # -- what a step is made of
+
+    def _take_in(self) -> bool:
+        """Submitted requests come in, cancelled ones go. Returns: whether one is new."""
+        new = False
+        while self._submitted:
+            request = self._submitted.popleft()
+            if not request.cancelled:
+                self.scheduler.add(request)
+                new = True
+            else:
+                request.end(State.CANCELLED, "cancelled")
+        while self._cancelled:
+            request = self._cancelled.popleft()
+            if not request.state.over and request.order >= 0:
+                self._end(request, State.CANCELLED, "cancelled")
+        return new
+
+    def _refresh(self) -> None:
+        """See what the model is now: pages of other weights are not found again, and one that was moved or
+        re-typed begins with empty pages."""
+        self._check_patched()
+        place = (self.model.dtype, self.model.device)
+        if place != self._place:
+            self.scheduler.preempt_all()
+            if self.tree is not None:
+                self.tree.clear()
+            self.pool.trim()
+            self._place = place
+        before = self.runner.executor
+        after = self.runner.refresh()
+        weights = weights_of(self.model)
+        if before is not after or weights != self._weights:
+            self._weights = weights
+            self._version += 1
+            self.scheduler.version = self._version
+            if self.tree is not None:
+                self.tree.clear()
+
+    def _run(self, step: Step) -> list[tuple[Request, int | Exception]]:
+        """Compute a step's tokens: the next one of each request that is complete now, or why it has none."""
+        ids, positions, asked, ready, end = [], [], [], [], 0
+        for request, count in step.chunks.items():
+            at = request.computed
+            ids += request.part(at, count)
+            positions += range(at, at + count)
+            end += count
+            if count == request.left:
+                asked.append(end - 1)
+                ready.append(request)
+        device = self.model.device
+        inputs = [torch.tensor(x, dtype=torch.long, device=device) for x in (ids, positions, asked)]
+        sequences, counts = [r.sequence for r in step.chunks], list(step.chunks.values())
+        self.steps += 1
+        if ready and all(r.options.plain for r in ready) and hasattr(self.runner.executor, "best"):
+            found = self.runner.candidates(*inputs[:2], sequences, 1, counts=counts, rows=inputs[2])[1]
+            return list(zip(ready, found[:, 0].tolist(), strict=True))
+        logits = self.runner.step(*inputs[:2], sequences, counts, inputs[2])
+        return [(request, _chosen(row, request)) for request, row in zip(ready, logits, strict=False)]
+
+    def _take(self, request: Request, token: int | Exception) -> None:
+        """Give a request its next token, and see whether it is over."""
+        if isinstance(token, Exception):
+            self._end(request, State.FAILED, "error", token)
+            return
+        if not request.output:
+            self.scheduler.keep(request)  # the prompt, for who comes next
+        request.output.append(token)
+        try:
+            if request.listener is not None:
+                request.listener(request, token)
+            stopped = request.stop is not None and request.stop(request.output)
+        except Exception as error:
+            self._end(request, State.FAILED, "error", error)
+            return
+        options = request.options
+        ended = token in options.stop_ids or (not options.ignore_eos and token in self._ends())
+        if stopped or ended:
+            self._end(request, State.FINISHED, "stop")
+        elif len(request.output) >= options.max_new_tokens:
+            self._end(request, State.FINISHED, "length")
+
+    def _ends(self) -> set[int]:
+        """The model's end tokens."""
+        ends = self.model.generation_config.eos_token_id
+        return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+
+    def _end(self, request: Request, state: State, reason: str, error=None, *, keep: bool = True) -> None:
+        self.scheduler.remove(request, keep=keep and state is not State.FAILED)
+        request.end(state, reason, error)
+
+    def _fail(self, step: Step | None, error: Exception) -> None:
+        """The requests of a step end with its error; without a step, or with an empty one, all there are."""
+        scheduler = self.scheduler
+        failed = list(step.chunks) if step is not None else []
+        failed = failed or [*scheduler.running, *scheduler.waiting]
+        log.warning("a step failed, %d requests with it: %s: %s", len(failed), type(error).__name__, error)
+        for request in failed:
+            self._end(request, State.FAILED, "error", error)
+
+    def _check_patched(self) -> None:
+        if vars(self.model).get(mixin.ATTRIBUTE) is not self._runtime:
+            raise Refused("the model was patched anew or unpatched since the engine was made: make another")
+
+    def _enter(self) -> None:
+        if not self._entered:
+            self._check_patched()
+            self._inside.enter_context(vars(self.model)[gate.ATTRIBUTE].working())
+            self._entered = True
+
+    def _leave(self) -> None:
+        self._entered = False
+        self._inside.close()
+
+
+def unserved(model: nn.Module) -> str | None:
+    """Why the engine cannot serve a model, or None."""
+    if reason := unpackable(model):
+        return reason
+    if whole := rope_types(model.config) & WHOLE_INPUT_ROPE:
+        return f"its {'/'.join(sorted(whole))} rope looks at the whole input, which steps cut"
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        return "it is spread over devices"
+    return None
+
+
+def weights_of(model: nn.Module) -> list:
+    """What differs once a tensor was replaced or written to in place, by an optimizer, `load_state_dict` or
+    an edit of packed codes; not after writes that torch does not count (`.data`, inference tensors)."""
+    found: list = []
+    for module in model.modules():
+        found.append(vars(module).get("weights_version", 0))
+        for tensors in (module._parameters, module._buffers):
+            for x in tensors.values():
+                if x is not None:
+                    found += (x.data_ptr(), -1 if x.is_inference() else x._version)
+    return found
+
+
+def _vocabulary(model: nn.Module) -> int:
+    """Rows of the embedding."""
+    embedding = model.get_input_embeddings()
+    embedding = getattr(embedding, "base_layer", embedding)
+    return getattr(embedding, "num_embeddings", None) or embedding.weight.shape[0]
+
+
+def _chosen(row: torch.Tensor, request: Request) -> int | Exception:
+    try:
+        return choose(row, request)
+    except Exception as error:
+        return error
