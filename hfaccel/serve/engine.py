@@ -100,11 +100,13 @@ class Engine:
 
     # -- from any thread
 
-    def submit(self, request: Request) -> Request:
-        """Put a request in line. Raises: Refused for one that can never be served."""
+    def check(self, request: Request) -> None:
+        """Raises: Refused for a request that can never be served."""
         if self._closed:
             raise Refused("the engine is closed")
         self._check_patched()
+        if self.model.training:
+            raise Refused("the model is in training mode: call model.eval() first")
         if request.order >= 0:
             raise Refused("the request was submitted before: make another one")
         if request.adapter is not None:
@@ -115,6 +117,10 @@ class Engine:
             vocab=self._vocab,
             positions=self._positions,
         )
+
+    def submit(self, request: Request) -> Request:
+        """Put a request in line. Raises: as `check`."""
+        self.check(request)
         request.arrival, request.order = self.clock(), next(self._order)
         self._submitted.append(request)
         if self._closed:  # meanwhile: nobody takes it in any more
@@ -289,12 +295,23 @@ class Engine:
 
     def _fail(self, step: Step | None, error: Exception) -> None:
         """The requests of a step end with its error; without a step, or with an empty one, all there are."""
-        scheduler = self.scheduler
         failed = list(step.chunks) if step is not None else []
-        failed = failed or [*scheduler.running, *scheduler.waiting]
+        if not failed:
+            self.fail_all(error)
+            return
         log.warning("a step failed, %d requests with it: %s: %s", len(failed), type(error).__name__, error)
         for request in failed:
             self._end(request, State.FAILED, "error", error)
+
+    def fail_all(self, error: Exception) -> None:
+        """End every request with an error, and go on with what comes next."""
+        with self._stepping:
+            self._take_in()
+            failed = [*self.scheduler.running, *self.scheduler.waiting]
+            log.warning("%d requests failed: %s: %s", len(failed), type(error).__name__, error)
+            for request in failed:
+                self._end(request, State.FAILED, "error", error)
+            self._leave()
 
     def _check_patched(self) -> None:
         if vars(self.model).get(mixin.ATTRIBUTE) is not self._runtime:

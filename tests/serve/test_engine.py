@@ -349,6 +349,11 @@ def test_the_model_is_in_use_while_requests_are_under_way():
     mixin.uninstall(model)
     with pytest.raises(Refused, match="unpatched"):
         engine.submit(Request(prompt_of(4)))
+    mixin.install(model, page_tokens=4)
+    engine = Engine(model, pages=50)
+    model.train()
+    with pytest.raises(Refused, match="training mode"):
+        engine.submit(Request(prompt_of(4)))
 
 
 def test_threads_submit_while_another_steps(llama):
