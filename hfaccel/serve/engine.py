@@ -175,7 +175,7 @@ class Engine:
                 step = scheduler.schedule()
                 if not step.chunks and not step.preempted:
                     raise PatchError("the next request needs more pages than there are")
-                tokens = self._run(step)
+                tokens = self._run(step) if step.chunks else []
             except Exception as error:
                 self._fail(step, error)
                 return True
@@ -256,14 +256,22 @@ class Engine:
         inputs = [torch.tensor(x, dtype=torch.long, device=device) for x in (ids, positions, asked)]
         sequences, counts = [r.sequence for r in step.chunks], list(step.chunks.values())
         self.steps += 1
-        if ready and all(r.options.plain for r in ready) and hasattr(self.runner.executor, "best"):
-            found = self.runner.candidates(*inputs[:2], sequences, 1, counts=counts, rows=inputs[2])[1]
-            return list(zip(ready, found[:, 0].tolist(), strict=True))
-        logits = self.runner.step(*inputs[:2], sequences, counts, inputs[2])
-        return [(request, _chosen(row, request)) for request, row in zip(ready, logits, strict=False)]
+        if ready and hasattr(self.runner.executor, "best"):
+            rows = {"counts": counts, "rows": inputs[2]}
+            _, best, logits = self.runner.candidates(*inputs[:2], sequences, 1, **rows)
+        else:
+            logits = self.runner.step(*inputs[:2], sequences, counts, inputs[2])
+            best = logits.argmax(-1, keepdim=True) if ready else logits
+        found: list[int | Exception] = best[:, 0].tolist() if ready else []
+        drawn = [n for n, request in enumerate(ready) if not request.options.plain]
+        for n, row in zip(drawn, logits[drawn].cpu() if drawn else (), strict=True):
+            found[n] = _chosen(row, ready[n])
+        return list(zip(ready, found, strict=True))
 
     def _take(self, request: Request, token: int | Exception) -> None:
         """Give a request its next token, and see whether it is over."""
+        if not isinstance(token, Exception) and token >= self._vocab:  # heads may have more rows
+            token = PatchError(f"the model chose token {token}, which its {self._vocab} embeddings lack")
         if isinstance(token, Exception):
             self._end(request, State.FAILED, "error", token)
             return

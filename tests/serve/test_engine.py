@@ -10,7 +10,7 @@ from hfaccel.errors import PatchError, UnsupportedModel
 from hfaccel.generate import gate, mixin
 from hfaccel.serve.engine import Engine
 from hfaccel.serve.requests import Options, Refused, Request, State
-from hfaccel.serve.scheduler import Limits
+from hfaccel.serve.scheduler import Limits, Step
 from hfaccel_kernels import native
 from hfaccel_kernels.layouts import Layout
 from plans import quantize
@@ -168,6 +168,20 @@ def test_seeded_draws_repeat_whatever_runs_beside_them(llama):
 
 
 @exact
+def test_greedy_and_drawn_requests_share_steps(llama):
+    """Chunks, plain rows and drawn ones in one step: each is what it is alone."""
+    prompts = [prompt_of(5 + 3 * n, n) for n in range(6)]
+    options = [Options(max_new_tokens=8, temperature=float(n % 2), seed=n) for n in range(6)]
+    alone = [
+        run(Engine(llama, pages=50), Request(*ask))[0].output for ask in zip(prompts, options, strict=True)
+    ]
+    engine = Engine(llama, pages=50, limits=Limits(token_budget=9))
+    together = run(engine, *(Request(*ask) for ask in zip(prompts, options, strict=True)))
+    assert [request.output for request in together] == alone
+    assert alone[0] == solo(llama, prompts[0], 8) and alone[1] != solo(llama, prompts[1], 8)
+
+
+@exact
 def test_ends(llama):
     prompt = prompt_of(7, 3)
     free = solo(llama, prompt, 12)
@@ -253,6 +267,37 @@ def test_an_error_of_a_listener_or_of_its_logits_is_its_own(llama, monkeypatch):
     assert isinstance(bad.error, ZeroDivisionError) and len(bad.output) == 2
     assert isinstance(cursed.error, ValueError) and not cursed.output
     assert good.output == solo(llama, prompts[2], 6)
+    check_pages_are_back(engine)
+
+
+def test_a_step_that_only_preempts_is_no_error(llama, monkeypatch):
+    engine, prompt = Engine(llama, pages=50), prompt_of(6)
+    request = engine.submit(Request(prompt, Options(max_new_tokens=4)))
+    engine.step()
+    real, first = engine.scheduler.schedule, iter([True])
+
+    def schedule():
+        if next(first, False):
+            engine.scheduler.preempt_all()
+            return Step(preempted=[request])
+        return real()
+
+    monkeypatch.setattr(engine.scheduler, "schedule", schedule)
+    engine.drain()
+    assert request.output == solo(llama, prompt, 4) and request.preemptions == 1
+    check_pages_are_back(engine)
+
+
+def test_a_token_without_an_embedding_fails_its_request_alone(llama, monkeypatch):
+    from hfaccel.serve import engine as module
+
+    monkeypatch.setattr(module, "choose", lambda row, request: 256)
+    engine = Engine(llama, pages=50)
+    odd = Request(prompt_of(4, 1), Options(max_new_tokens=4, temperature=1.0))
+    good = Request(prompt_of(4, 2), Options(max_new_tokens=4))
+    run(engine, odd, good)
+    assert odd.state is State.FAILED and "256 embeddings" in str(odd.error)
+    assert len(good.output) == 4
     check_pages_are_back(engine)
 
 
