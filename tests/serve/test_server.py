@@ -141,6 +141,40 @@ def test_who_leaves_a_stream_cancels_its_request(server):
     assert steps is not None and steps < 200
 
 
+def test_streams_left_at_any_point_give_everything_back(model, tokenizer):
+    """Case V3: in line, during a long prompt, after some tokens; those who stay get what is theirs."""
+    prompts = [prompt_of(5 + 7 * n, n) for n in range(5)]
+    want = [solo(model, prompt, 12) for prompt in prompts]
+
+    async def one(server, n):
+        leave, got = (n * 5) % 9, []
+        stream = server.stream(prompts[n % 5], max_new_tokens=12)
+        try:
+            async with asyncio.timeout(None if n % 4 else 0.003 * n):
+                async for part in stream:
+                    got.append(part.token)
+                    if n % 3 == 0 and len(got) > leave:
+                        break
+        except TimeoutError:
+            pass
+        finally:
+            await stream.aclose()
+        assert got == [*want[n % 5], None][: len(got)]
+        assert len(got) == 13 or n % 3 == 0 or n % 4 == 0
+        return len(got)
+
+    async def crowd(server):
+        return await asyncio.gather(*(one(server, n) for n in range(40)))
+
+    with Server(model, tokenizer, pages=30, token_budget=8, max_running=4) as server:
+        lengths = asyncio.run(crowd(server))
+        assert lengths.count(13) >= 20 and len(set(lengths)) > 3
+        again = server.generate(prompts, max_new_tokens=12)
+        assert [answer.ids for answer in again] == want
+        stats = server.stats()
+        assert stats["running"] == stats["waiting"] == 0 and stats["used_pages"] == stats["cached_pages"]
+
+
 def test_one_bad_prompt_refuses_the_call_before_any_runs(server):
     steps = server.engine.steps
     for prompts, options, why in (
