@@ -375,6 +375,16 @@ class Sequence:
                 self._put(len(self.pages), page)
             self.length = length
 
+    def adopt(self, index: int, page: int) -> None:
+        """Read a page of others, which holds the same tokens, in place of its own full page `index`."""
+        if not (index + 1) * self.pool.page_tokens <= self.length:
+            raise PatchError(f"page {index} of {self.length} tokens is not full: it is still written to")
+        with self.pool.lock:
+            self.pool.share(page)
+            own = self.pages[index]
+            self._put(index, page)
+            self.pool.release(own)
+
     def empty(self) -> None:
         """Return every page and the claim; the pool keeps its storage."""
         with self.pool.lock:

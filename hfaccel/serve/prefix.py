@@ -7,7 +7,8 @@ shares it holds another, and a page which it would write to is copied first (`Se
 may end in the middle of a cached page.
 
 Pages that nobody but the tree holds are given back when they are needed, the least recently used leaf first.
-A sequence that holds a page holds all pages before it: what is unreferenced has no referenced page behind it.
+A sequence that holds a page holds all pages before it, since it takes over those that the tree has already:
+what is unreferenced has no referenced page behind it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hfaccel.cache.pool import PagePool
+from hfaccel.cache.pool import Sequence as Holder
 
 
 @dataclass(eq=False)
@@ -111,13 +113,14 @@ class PrefixTree:
                 best, most = child, same
         return best, most
 
-    def insert(self, key: Hashable, tokens: Sequence[int], pages: Sequence[int]) -> int:
-        """Keep the full pages of a sequence that holds `tokens`; those known already stay as they are.
+    def insert(self, key: Hashable, tokens: Sequence[int], sequence: Holder) -> int:
+        """Keep the full pages of a sequence that holds `tokens`. Where the tree has a page of the same tokens
+        already, the sequence reads that one from now on and its own is free.
 
         Returns: how many pages are new here.
         """
         size = self.pool.page_tokens
-        full = min(len(tokens) // size, len(pages))
+        full = min(len(tokens), sequence.length) // size
         if not full:
             return 0
         self._clock += 1
@@ -128,19 +131,17 @@ class PrefixTree:
         for index in range(full):
             part = tuple(tokens[index * size : (index + 1) * size])
             child = node.children.get(part)
+            page = sequence.pages[index]
             if child is None:
-                page = pages[index]
-                if page in self._nodes:  # one page, one place: it would be freed twice
-                    break
                 child = Node(page, part, node)
                 node.add(child)
                 self.pool.share(page)
                 self._nodes[page] = child
                 new += 1
+            elif child.page != page:
+                sequence.adopt(index, child.page)
             child.used = self._clock
             node = child
-        if node.page < 0 and not node.children:
-            del self.roots[key]
         return new
 
     def evict(self, pages: int) -> int:

@@ -125,7 +125,7 @@ class Scheduler:
         """Put its full pages into the tree, for others and for itself."""
         if self.tree is not None and request.sequence is not None and request.version == self.version:
             done = request.tokens[: request.computed]
-            self.tree.insert((request.version, request.adapter), done, request.sequence.pages)
+            self.tree.insert((request.version, request.adapter), done, request.sequence)
 
     def preempt_all(self) -> None:
         """Everything waits; no request holds a page."""

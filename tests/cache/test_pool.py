@@ -248,3 +248,20 @@ def test_a_cache_collected_in_the_middle_of_a_claim_is_freed_afterwards(monkeypa
         one.extend(1)
     pool.drop(many)  # nobody is inside: at once
     assert pool.used_pages == pool.capacity == 0
+
+
+def test_a_sequence_adopts_a_page_of_the_same_tokens():
+    pool = PagePool(page_tokens=4, budget_pages=6)
+    first, second = Sequence(pool), Sequence(pool)
+    first.extend(4), second.extend(6)
+    own = second.pages[0]
+    second.adopt(0, first.pages[0])
+    assert second.pages[0] == first.pages[0] == second.table[0] and pool.references[own] == 0
+    assert pool.used_pages == 2 and pool.references[first.pages[0]] == 2
+    with pytest.raises(PatchError, match="not full"):
+        second.adopt(1, first.pages[0])
+    first.empty()
+    second.adopt(0, second.pages[0])
+    assert pool.references[second.pages[0]] == 1
+    second.empty()
+    assert pool.used_pages == 0

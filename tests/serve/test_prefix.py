@@ -24,8 +24,8 @@ def put(tree, tokens, key="base"):
     """What a request leaves behind: its full pages, and no sequence."""
     sequence = Sequence(tree.pool)
     sequence.extend(len(tokens))
+    tree.insert(key, tokens, sequence)
     pages = list(sequence.pages)
-    tree.insert(key, tokens, pages)
     sequence.empty()
     return pages
 
@@ -88,7 +88,8 @@ def test_a_sequence_copies_the_page_that_it_writes_to(pool, tree):
     sequence.extend(1)
     assert sequence.pages[0] == pages[0] and sequence.pages[1] != pages[1]
     assert pool.used_pages == 3 and tree.evictable == 1
-    tree.insert("base", tokens, sequence.pages)  # its copy is known already
+    tree.insert("base", tokens, sequence)  # its copy is known already: it reads the page that it copied
+    assert sequence.pages == pages and pool.used_pages == 2 and tree.evictable == 0
     sequence.empty()
     assert pool.used_pages == 2 and tree.match("base", tokens, limit=8)[0] == pages
 
@@ -120,6 +121,21 @@ def test_pages_in_use_are_not_given_back(pool, tree):
     assert len(tree) == 0 and pool.used_pages == 2  # the sequence still reads them
     sequence.empty()
     assert pool.used_pages == 0
+
+
+def test_whoever_holds_a_page_holds_those_before_it(pool, tree):
+    """Two that computed the same beginning side by side: the longer one's pages hang behind the other's."""
+    first, second = Sequence(pool), Sequence(pool)
+    first.extend(8), second.extend(14)
+    tokens = list(range(14))
+    assert tree.insert("base", tokens[:8], first) == 2
+    assert tree.insert("base", tokens, second) == 1
+    assert second.pages[:2] == first.pages and second.table[:2].tolist() == first.pages
+    assert pool.used_pages == 4
+    first.empty()
+    assert tree.evictable == 0 == tree.evict(9)
+    second.empty()
+    assert tree.evictable == 3 == tree.evict(9) and pool.used_pages == 0
 
 
 def test_random_traffic_against_a_list_of_all_prefixes(pool, tree):
@@ -154,7 +170,7 @@ def test_random_traffic_against_a_list_of_all_prefixes(pool, tree):
         sequence = Sequence(pool)
         sequence.share(pages, length)
         sequence.extend(len(tokens) - length)
-        tree.insert(key, tokens, sequence.pages)
+        tree.insert(key, tokens, sequence)
         for end in range(SIZE, len(tokens) + 1, SIZE):
             known.setdefault((key, tuple(tokens[:end])), sequence.pages[end // SIZE - 1])
         sequence.empty()

@@ -49,7 +49,19 @@ class Loop:
                 self.scheduler.remove(request)
                 request.end(State.FINISHED, "length")
                 self.finished.append(request)
+        if self.tree is not None:
+            assert self.tree.evictable == self.can_go()
         return step
+
+    def can_go(self):
+        """Pages of the tree without one behind them that somebody holds."""
+
+        def below(node):
+            found = [below(child) for child in node.children.values()]
+            held = any(h for _, h in found) or (node.page >= 0 and self.pool.references[node.page] > 1)
+            return sum(count for count, _ in found) + (node.page >= 0 and not held), held
+
+        return sum(below(root)[0] for root in self.tree.roots.values())
 
     def drain(self, most=500):
         steps = []
@@ -207,6 +219,17 @@ def test_a_full_tree_makes_room_for_all_that_fits():
     whole = loop.add(8, new=9)
     loop.drain()
     assert whole.state is State.FINISHED and whole.cached_tokens == 4  # no page is spare for a copy
+
+
+def test_pages_behind_those_of_another_are_not_counted_as_free():
+    loop = Loop(pages=8)
+    short, long = loop.add(8, new=1), loop.add(16, new=9)  # side by side: neither finds the other's pages
+    loop.step()
+    assert short.state is State.FINISHED and long.state is State.RUNNING
+    assert loop.pool.used_pages == len(loop.tree) == 4 and loop.tree.evictable == 0
+    loop.add([9] * 20, new=1)
+    loop.drain()
+    assert len(loop.finished) == 3
 
 
 def test_preempting_all_frees_every_page():
