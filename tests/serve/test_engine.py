@@ -1,5 +1,6 @@
 """engine.py: whatever shares a step, every request gets what it gets alone, and every page comes back."""
 
+import itertools
 import random
 import threading
 
@@ -329,7 +330,8 @@ def test_random_traffic(llama, policy):
     """Submissions, cancels and refusals at any step: right answers, and the pages of the beginning."""
     draw = random.Random(policy)
     asked = mixed(llama, 14, seed=3)
-    engine = Engine(llama, pages=18, limits=Limits(token_budget=13, max_running=5, policy=policy))
+    limits = Limits(token_budget=13, max_running=5, policy=policy)
+    engine = Engine(llama, pages=18, limits=limits, clock=itertools.count().__next__)
     every = []
     for _ in range(120):
         if draw.random() < 0.4:
