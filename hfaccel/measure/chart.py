@@ -51,7 +51,7 @@ def points(
     if not drawn:
         raise PatchError(f"no row has both {x[1]} and {y[1]}: nothing to draw")
     figure = _figure(figsize=(6.4, 4.4), layout="constrained")
-    axis = figure.subplots()
+    axis, labels = figure.subplots(), []
     for i, row in enumerate(drawn):
         name = f"{row['recipe']} {row[y[0]]:.2f}"
         if row["recipe"] == level and len(drawn) > 1:
@@ -60,14 +60,33 @@ def points(
                 name, (0, row[y[0]]), (4, 4), ("axes fraction", "data"), "offset points", fontsize=8
             )
             continue
-        axis.scatter(row[x[0]], row[y[0]], color=f"C{i}", zorder=3)
-        axis.annotate(name, (row[x[0]], row[y[0]]), (5, 4), textcoords="offset points", fontsize=8)
+        axis.scatter(row[x[0]], row[y[0]], color=f"C{i % 10}", zorder=3)
+        labels.append(
+            axis.annotate(name, (row[x[0]], row[y[0]]), (6, -3), textcoords="offset points", fontsize=8)
+        )
     axis.set_xlabel(x[1])
     axis.set_ylabel(y[1])
     axis.margins(x=0.15, y=0.12)
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
+    _part(figure, labels)
     return _save(figure, title, path)
+
+
+def _part(figure: Any, labels: list) -> None:
+    """Move labels up, from the lowest on, until none lies over another."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(figure).draw()  # the layout, by which points have places
+    placed: list = []
+    for label in sorted(labels, key=lambda each: each.xy[1]):
+        box = label.get_window_extent()
+        for other in sorted(placed, key=lambda each: each.y0):
+            if box.overlaps(other):
+                box = box.translated(0, other.y1 - box.y0)
+        up = (box.y0 - label.get_window_extent().y0) * 72 / figure.dpi
+        label.xyann = (label.xyann[0], label.xyann[1] + up)
+        placed.append(box)
 
 
 def require() -> Any:
