@@ -45,12 +45,29 @@ def test_the_config_in_python_patches_a_model():
     assert not any("down_proj" in name for name in changed)
 
 
+def first_cells(section: str) -> list[str]:
+    """Of the rows of its tables that begin with code."""
+    text = README.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    return re.findall(r"^\| (`.*?) \|", text, re.M)
+
+
+def test_the_table_of_formats_is_what_export_knows():
+    from hfaccel.formats.export import FORMATS, parse
+    from hfaccel.formats.gguf_mix import VARIANTS
+
+    cells = [row for row in first_cells("Other programs' files") if row not in ("`model.gguf`", "`--format`")]
+    named = {parse(name)[0] for row in cells for name in re.findall(r"`([\w:-]+)`", row)}
+    assert named == set(FORMATS)
+    types = re.search(r"`gguf:TYPE` \| llama.cpp: (.*?) \|", README)[1]
+    assert set(types.split(", ")) == set(VARIANTS)
+
+
 def test_the_table_of_steps_is_what_the_command_knows():
     from hfaccel.recipe import PatchConfig, known_steps
 
     named = {
         step
-        for row in re.findall(r"^\| (`.*?) \|", README, re.M)
+        for row in first_cells("What it can do to a model")
         for step in re.findall(r"`([a-z][a-z\d]*(?:@[\d.]+bpw)?)`", row)
     }
     assert set(known_steps()) == named
