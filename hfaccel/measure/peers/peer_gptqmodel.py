@@ -30,5 +30,5 @@ def scorer(spec):
     with tempfile.TemporaryDirectory(prefix="gptqmodel-") as place:
         model.save(place)
         backend = gptqmodel.BACKEND.TORCH
-        loaded = gptqmodel.GPTQModel.load(place, device="cpu", backend=backend, dtype=torch.float32)
+        loaded = gptqmodel.GPTQModel.load(place, device="cpu", backend=backend, dtype=torch.float16)
     return rows_of(loaded.model.eval()), {"version": gptqmodel.__version__, "patch_s": seconds}
