@@ -35,7 +35,9 @@ TileFns int5_tiles(bool wide);
 TileFns minimum_tiles(int bits, bool wide);  // 5, 4 or 2
 
 template <int FORMAT, Grid GRID, bool WIDE> struct Integers {
-    static constexpr int most = WIDE ? kTileTokens * 2 / 3 : kTileTokens;
+    // What GGUF files alone hold has no tiles of 12: they would add seconds to the build.
+    static constexpr bool narrow = WIDE || FORMAT == 6 || FORMAT == 5 || GRID == kMinimums;
+    static constexpr int most = narrow ? kTileTokens * 2 / 3 : kTileTokens;
     template <int T>
     static inline void dot(const HfaWeight* w, const uint8_t* data, const void* scale, const uint8_t* zero,
                            const HfaActs* acts, int64_t token, Vf* out) {
