@@ -189,7 +189,9 @@ def _compile(command: tuple[str, ...], flags: tuple[str, ...], target: Path) -> 
             raise NativeError(f"{' '.join((*command, *arguments))} failed:\n{done.stderr.strip()}")
 
     with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as scratch:
-        objects = [(source, os.path.join(scratch, source.stem + ".o")) for source in sources()]
+        # What takes longest comes first, so that the cores end together.
+        ordered = sorted(sources(), key=lambda source: not source.stem.startswith(("attend_", "tiles_")))
+        objects = [(source, os.path.join(scratch, source.stem + ".o")) for source in ordered]
         with ThreadPoolExecutor(min(len(objects), os.cpu_count() or 1)) as pool:
             list(pool.map(lambda pair: run(*flags, "-c", str(pair[0]), "-o", pair[1]), objects))
         built = os.path.join(scratch, "library.so")
