@@ -40,7 +40,9 @@ def served_by(model):
 
 
 @pytest.mark.parametrize("recipe", ["int8", "runtime", "kv8"])
-def test_both_are_timed_at_a_step_and_at_a_prompt(recipe):
+def test_both_are_timed_at_a_step_and_at_a_prompt(recipe, monkeypatch):
+    monkeypatch.setattr(choice, "BUDGET_S", 60.0)  # also where a busy machine makes a step long
+    monkeypatch.setattr(choice, "LONG_S", 60.0)
     state = torch.random.get_rng_state()
     model = patched(recipe)
     assert torch.equal(torch.random.get_rng_state(), state)
