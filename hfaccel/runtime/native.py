@@ -16,6 +16,7 @@ from torch import nn
 
 from hfaccel.cache.pool import PagePool
 from hfaccel.errors import PatchError
+from hfaccel.lora.slots import AdapterSlots
 from hfaccel.runtime import Unsupported
 from hfaccel.runtime.plan import ASKED, Op, Plan
 from hfaccel.runtime.plan_abi import PAGES_I8, Encoded, Pages, Step, bind
@@ -34,6 +35,7 @@ _REFUSALS = {
     6: "a block table entry outside the pool of {pages} pages",
     7: "a row outside the step",
     9: "pages that do not fit the model",
+    10: "an adapter's slot that no table has",
 }
 
 _INPUTS = (  # fields of the step's struct, in the order of `step`'s arguments
@@ -60,14 +62,14 @@ class Native:
 
     name = "native"
 
-    def __init__(self, model: nn.Module, plan: Plan | None = None):
+    def __init__(self, model: nn.Module, plan: Plan | None = None, lora: AdapterSlots | None = None):
         try:
             self.library = native.library()
         except native.NativeError as error:
             raise Unsupported(f"C++ kernels: {error}") from error
         bind(self.library)
-        self.model = model
-        self.plan = build(model) if plan is None else plan
+        self.model, self.lora = model, lora
+        self.plan = build(model, lora=lora) if plan is None else plan
         self.lock = threading.Lock()
         self.replicate = REPLICATE_TOKENS
         self._encoded = Encoded(self.plan)
@@ -91,6 +93,7 @@ class Native:
         rows: torch.Tensor,
         *,
         hidden: bool = False,
+        adapters: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One step; arguments and result as `modules.Modules.step`.
 
@@ -99,7 +102,8 @@ class Native:
         with self.lock:
             encoded = self._of(hidden)
             out = torch.empty(rows.shape[0], encoded.plan.out_width, dtype=encoded.plan.dtype)
-            self._run(encoded, pool, (ids, positions, block_tables, q_starts, lengths, rows), out)
+            inputs = (ids, positions, block_tables, q_starts, lengths, rows)
+            self._run(encoded, pool, inputs, out, adapters)
             return out
 
     def best(
@@ -115,6 +119,7 @@ class Native:
         top: int = 1,
         ahead: int = 1,
         ends: torch.Tensor | None = None,
+        adapters: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """A step, or a run of greedy steps, and the best candidates in place of all logits.
 
@@ -141,7 +146,8 @@ class Native:
             step.ends_count = 0 if ends is None else ends.shape[0]
             step.ends = None if ends is None else ends.data_ptr()
             try:
-                self._run(encoded, pool, (ids, positions, block_tables, q_starts, lengths, rows), out)
+                inputs = (ids, positions, block_tables, q_starts, lengths, rows)
+                self._run(encoded, pool, inputs, out, adapters)
             finally:
                 step.top, step.ahead, step.ends_count = 0, 1, 0
             return values[: step.done], found[: step.done], out
@@ -151,11 +157,16 @@ class Native:
         if not hidden:
             return self._encoded
         if self._hidden is None:
-            self._hidden = Encoded(build(self.model, hidden=True))
+            self._hidden = Encoded(build(self.model, hidden=True, lora=self.lora))
         return self._hidden
 
     def _run(
-        self, encoded: Encoded, pool: PagePool, inputs: tuple[torch.Tensor, ...], out: torch.Tensor
+        self,
+        encoded: Encoded,
+        pool: PagePool,
+        inputs: tuple[torch.Tensor, ...],
+        out: torch.Tensor,
+        adapters: torch.Tensor | None,
     ) -> None:
         """Fill the step's struct, run it, and grow the arena where it is short. Holds the lock."""
         step, plan, keep = self._step, encoded.plan, []
@@ -175,6 +186,12 @@ class Native:
         step.threads, step.replicate = torch.get_num_threads(), self.replicate
         if self._pages_of is None or self._pages_of[0] is not pool or self._pages_of[1] != pool.version:
             self._find_pages(pool)
+        step.adapters = None
+        if adapters is not None:
+            if adapters.shape != ids.shape:
+                raise PatchError(_REFUSALS[2])
+            adapters = adapters.to(torch.int32).contiguous()
+            step.adapters = adapters.data_ptr()
         step.profile = self._profile_of(encoded)
         code = self.library.hfa_plan_run(ctypes.byref(encoded.c), ctypes.byref(step))
         if code == _ARENA:
@@ -247,10 +264,10 @@ class Native:
         return self._profile[id(encoded)].data_ptr()
 
 
-def executor(model: nn.Module) -> Native:
+def executor(model: nn.Module, lora: AdapterSlots | None = None) -> Native:
     """The executor of a CPU model. Raises: Unsupported, with the reason."""
     if model.device.type != "cpu":
         raise Unsupported(f"the model is on {model.device}")
     if (backend := dispatch.forced()) not in ("auto", "native"):
         raise Unsupported(f"HFACCEL_BACKEND={backend}")
-    return Native(model)
+    return Native(model, lora=lora)

@@ -28,7 +28,7 @@ from hfaccel_kernels.layouts import Layout
 if TYPE_CHECKING:
     from hfaccel.runtime.plan_ops import Attend, CacheWrite
 
-SCHEMA = 1
+SCHEMA = 2
 ROWS, COLS, ITEMS, ALL = "rows", "cols", "items", "all"
 TOKENS, ASKED = "tokens", "asked"  # rows of a buffer: the step's tokens, or those whose logits are asked for
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -19,6 +19,8 @@ from hfaccel.runtime.plan_ops import (
     Experts,
     Join,
     Logits,
+    LoraExpand,
+    LoraShrink,
     Matmul,
     Mix,
     Norm,
@@ -121,6 +123,7 @@ class Step(ctypes.Structure):
         ("best", _ptr),
         ("best_ids", _ptr),
         ("done", _i64),
+        ("adapters", _ptr),
     ]
 
 
@@ -226,6 +229,15 @@ class Encoded:
             self.tensors(c, op.weight, op.bias)
         elif isinstance(op, Scale):
             self.tensors(c, op.scale)
+        elif isinstance(op, LoraShrink | LoraExpand):
+            shrink, table = isinstance(op, LoraShrink), op.table
+            matrices = table.a if shrink else table.b
+            self.tensors(c, matrices)
+            self.keep += [table.rank, table.scale]
+            c.ptr[1], c.ptr[2] = table.rank.data_ptr(), table.scale.data_ptr()
+            c.ints[0], c.ints[1], c.ints[2] = matrices.shape
+            if not shrink:
+                c.ints[3], c.out[0] = op.offset, op.y
         elif isinstance(op, Matmul):
             c.ints[0] = op.parts[0].transposed
         elif isinstance(op, Rotary):

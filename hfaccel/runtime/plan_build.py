@@ -7,6 +7,7 @@ from torch import nn
 
 from hfaccel.anatomy import Anatomy, Block, anatomy
 from hfaccel.errors import UnsupportedModel
+from hfaccel.lora.slots import AdapterSlots
 from hfaccel.runtime import Unsupported
 from hfaccel.runtime.plan import ASKED, TOKENS, Buffer, Matrix, Op, Plan, View, acts_key
 from hfaccel.runtime.plan_attention import attention
@@ -17,6 +18,8 @@ from hfaccel.runtime.plan_ops import (
     Embed,
     Gather,
     Logits,
+    LoraExpand,
+    LoraShrink,
     Matmul,
     Norm,
     Quant,
@@ -28,8 +31,10 @@ _PLACEMENTS = ("pre", "sandwich", "parallel", "post")
 _POSITIONS = ("rotary", "learned", "alibi")
 
 
-def build(model: nn.Module, *, hidden: bool = False) -> Plan:
+def build(model: nn.Module, *, hidden: bool = False, lora: AdapterSlots | None = None) -> Plan:
     """The checked plan of a decoder; with `hidden` it returns the last hidden states instead of logits.
+
+    `lora`: adapters that tokens may have, each beside the modules that its tables name.
 
     Raises: Unsupported, with the reason.
     """
@@ -37,14 +42,16 @@ def build(model: nn.Module, *, hidden: bool = False) -> Plan:
         parts = anatomy(model)
     except UnsupportedModel as error:
         raise Unsupported(str(error)) from error
-    plan = Builder(model, parts, hidden).plan()
+    plan = Builder(model, parts, hidden, lora).plan()
     plan.check()
     return plan
 
 
 class Builder:
-    def __init__(self, model: nn.Module, parts: Anatomy, hidden: bool):
+    def __init__(self, model: nn.Module, parts: Anatomy, hidden: bool, lora: AdapterSlots | None = None):
         refuse_wrapped(model)
+        self.tables = {} if lora is None else lora.tables
+        self.beside: set[str] = set()  # of the tables, those that have records
         if parts.kind != "decoder" or parts.facts is None:
             raise Unsupported(
                 f"family {getattr(model.config, 'model_type', '?')} has no row that a plan can follow"
@@ -147,6 +154,7 @@ class Builder:
                 runs[-1][1].append(part)
             else:
                 runs.append((source, [part]))
+        deltas = self.lora_shrink(x, parts, layer)
         for source, run in runs:
             self.ops.append(
                 Matmul(
@@ -157,6 +165,30 @@ class Builder:
                     parts=tuple(matrix for _, matrix, _ in run),
                 )
             )
+        self.ops += deltas
+
+    def lora_shrink(self, x: int, parts: list[tuple[str, Matrix, int]], layer: int) -> list[Op]:
+        """Appends the first half of the adapters' part; returns the second, to be done after the products."""
+        expands, hidden, offsets = [], {}, {}
+        for name, matrix, out in parts:
+            module = name.partition("[")[0]  # a fused module's rows may be cut: "...gate_up_proj[up]"
+            if (table := self.tables.get(module)) is None:
+                continue
+            if module not in hidden:
+                hidden[module] = self.buffer(f"lora {len(hidden)}", table.a.shape[1], self.rows(x))
+                shrink = LoraShrink(
+                    name=f"{module} lora_A", layer=layer, x=x, out=hidden[module], table=table
+                )
+                self.ops.append(shrink)
+                self.beside.add(module)
+            at = offsets.get(module, 0)
+            offsets[module] = at + matrix.n
+            expands.append(
+                LoraExpand(
+                    name=f"{name} lora_B", layer=layer, x=hidden[module], y=out, table=table, offset=at
+                )
+            )
+        return expands
 
     def add(self, name: str, x: int, y: int, layer: int) -> None:
         self.ops.append(Add(name=name, layer=layer, x=x, y=y))
@@ -302,11 +334,13 @@ class Builder:
             self.ops.append(Logits(name="hidden states", x=x, n=self.width(x)))
         else:
             head = matrix_of(parts.head, self.modules[parts.head])
-            plain = not facts.final_softcap and not head.transposed
+            plain = not facts.final_softcap and not head.transposed and parts.head not in self.tables
             out = self.buffer("logits", head.n, ASKED, kind="out" if plain else "f32")
             self.matmul(x, [(parts.head, head, out)], -1)
             if not plain:
                 self.ops.append(Logits(name="logits", x=out, n=head.n, softcap=facts.final_softcap or 0.0))
+        if missed := sorted(self.tables.keys() - self.beside - ({parts.head} if self.hidden else set())):
+            raise Unsupported(f"an adapter on {missed[0]}, which no record of the plan multiplies")
         return Plan(
             ops=self.ops,
             buffers=self.buffers,

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hfaccel.cache.pool import LayerPages, PagePool
+from hfaccel.lora.slots import AdapterSlots
 from hfaccel.runtime.plan import ASKED, Matrix, Op, Plan, View
 from hfaccel.runtime.plan_build import build
 from hfaccel.runtime.plan_ops import (
@@ -22,6 +23,8 @@ from hfaccel.runtime.plan_ops import (
     Gather,
     Join,
     Logits,
+    LoraExpand,
+    LoraShrink,
     Matmul,
     Mix,
     Norm,
@@ -60,6 +63,7 @@ class Step:
     rows: torch.Tensor
     slots: torch.Tensor
     pages: list[LayerPages]
+    adapters: torch.Tensor | None = None
     out: torch.Tensor | None = None
     buffers: list[torch.Tensor] = field(default_factory=list)
 
@@ -69,9 +73,9 @@ class Reference:
 
     name = "reference"
 
-    def __init__(self, model: nn.Module, plan: Plan | None = None):
-        self.model = model
-        self.plan = build(model) if plan is None else plan
+    def __init__(self, model: nn.Module, plan: Plan | None = None, lora: AdapterSlots | None = None):
+        self.model, self.lora = model, lora
+        self.plan = build(model, lora=lora) if plan is None else plan
 
     @torch.no_grad()
     def step(
@@ -85,9 +89,10 @@ class Reference:
         rows: torch.Tensor,
         *,
         hidden: bool = False,
+        adapters: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One step; arguments and result as `modules.Modules.step`."""
-        plan = build(self.model, hidden=True) if hidden else self.plan
+        plan = build(self.model, hidden=True, lora=self.lora) if hidden else self.plan
         pages = [
             pool.ensure_layer(op.layer, op.k.count, op.k.size, op.v.size, plan.dtype, ids.device)
             for op in plan.layers().values()
@@ -102,6 +107,7 @@ class Reference:
             rows,
             _slots(block_tables, q_starts, lengths, pool.page_tokens),
             pages,
+            adapters,
         )
         for buffer in plan.buffers:
             count = (rows if buffer.rows == ASKED else ids).shape[0] * buffer.per_row
@@ -191,6 +197,31 @@ def product(x: torch.Tensor, part: Matrix) -> torch.Tensor:
 def _matmul(op: Matmul, step: Step, _) -> None:
     for out, part in zip(op.outs, op.parts, strict=True):
         step.buffers[out] = product(step.buffers[op.x], part)
+
+
+def _slots_of(step: Step, buffer: int) -> list[int]:
+    """The slot of each row's adapter, -1 for none."""
+    if step.adapters is None:
+        return [-1] * step.buffers[buffer].shape[0]
+    return (step.adapters[step.rows] if step.plan.buffers[buffer].rows == ASKED else step.adapters).tolist()
+
+
+def _lora_shrink(op: LoraShrink, step: Step, _) -> None:
+    out = torch.zeros_like(step.buffers[op.out])
+    for row, slot in enumerate(_slots_of(step, op.x)):
+        if slot >= 0 and (rank := int(op.table.rank[slot])):
+            a = op.table.a[slot, :rank].double()
+            out[row, :rank] = (a @ step.buffers[op.x][row].double()).float() * op.table.scale[slot]
+    step.buffers[op.out] = out
+
+
+def _lora_expand(op: LoraExpand, step: Step, _) -> None:
+    y = step.buffers[op.y].clone()
+    for row, slot in enumerate(_slots_of(step, op.x)):
+        if slot >= 0 and (rank := int(op.table.rank[slot])):
+            b = op.table.b[slot, :rank, op.offset : op.offset + y.shape[1]].double()
+            y[row] += (step.buffers[op.x][row, :rank].double() @ b).float()
+    step.buffers[op.y] = y
 
 
 def _rotary(op: Rotary, step: Step, _) -> None:
@@ -312,6 +343,8 @@ _RUN: dict[type[Op], object] = {
     Join: _copy,
     Act: _act,
     Scale: _scale,
+    LoraShrink: _lora_shrink,
+    LoraExpand: _lora_expand,
     Add: _add,
     Gather: _gather,
     Route: _route,

@@ -22,6 +22,7 @@ from torch import nn
 
 from hfaccel.cache.pool import PagePool, Sequence
 from hfaccel.errors import PatchError
+from hfaccel.lora.slots import AdapterSlots
 from hfaccel.runtime import Unsupported
 
 log = logging.getLogger("hfaccel")
@@ -57,6 +58,7 @@ class Executor(Protocol):
         rows: torch.Tensor,
         *,
         hidden: bool = False,
+        adapters: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `modules.Modules.step`, the specification."""
 
@@ -65,10 +67,13 @@ def strict() -> bool:
     return os.environ.get("HFACCEL_STRICT", "") not in ("", "0")
 
 
-def choose(model: nn.Module, barred: dict[str, str] | None = None) -> tuple[Executor, dict[str, str]]:
+def choose(
+    model: nn.Module, barred: dict[str, str] | None = None, lora: AdapterSlots | None = None
+) -> tuple[Executor, dict[str, str]]:
     """The executor for this model on its device, and why each one before it was passed over.
 
     `barred` names executors that are no choice here, with the reason; none of them counts as a fallback.
+    `lora`: adapters that the steps' tokens may have.
 
     Raises: PatchError when the one that HFACCEL_EXECUTOR names does not serve the model, when none does, or,
     under HFACCEL_STRICT=1, when the first choice does not.
@@ -86,7 +91,8 @@ def choose(model: nn.Module, barred: dict[str, str] | None = None) -> tuple[Exec
         try:
             if skipped and strict():
                 break
-            return getattr(import_module(module), factory)(model), skipped
+            args = (model,) if lora is None else (model, lora)
+            return getattr(import_module(module), factory)(*args), skipped
         except Unsupported as why:
             skipped[name] = str(why)
     reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items())
@@ -123,6 +129,7 @@ class Runner:
 
     Args:
         kv_bits, page_tokens, budget_pages: as `PagePool` takes them. barred: as `choose` takes it.
+        lora: adapters that sequences may have.
     """
 
     def __init__(
@@ -133,8 +140,9 @@ class Runner:
         page_tokens: int = 16,
         budget_pages: int | None = None,
         barred: dict[str, str] | None = None,
+        lora: AdapterSlots | None = None,
     ):
-        self.model, self.barred = model, barred or {}
+        self.model, self.barred, self.lora = model, barred or {}, lora
         self.pool = PagePool(page_tokens=page_tokens, bits=kv_bits, budget_pages=budget_pages)
         self.lock = self.pool.lock  # one lock: no thread may move the pages that a step is writing to
         self.executor: Executor | None = None
@@ -149,9 +157,10 @@ class Runner:
         with self.lock:
             now = fingerprint(self.model)
             asked = [os.environ.get(name, "") for name in _ASKED]
+            now.append(None if self.lora is None else self.lora.version)
             if self.executor is None or now != self._fingerprint or asked != self._asked:
                 self.executor = None
-                self.executor, self.skipped = choose(self.model, self.barred)
+                self.executor, self.skipped = choose(self.model, self.barred, self.lora)
                 self.skipped = {**self.barred, **self.skipped}
                 self._fingerprint, self._asked = now, asked
             self.pages()
@@ -184,6 +193,7 @@ class Runner:
         rows: torch.Tensor,
         *,
         hidden: bool = False,
+        adapters: list[int] | None = None,
     ) -> torch.Tensor:
         """Append tokens to sequences and run the model on them.
 
@@ -193,18 +203,21 @@ class Runner:
             counts: new tokens of each sequence; their sum is T.
             rows: [R] int64, indices into the T tokens.
             hidden: last hidden states instead of logits.
+            adapters: of each sequence, the slot of its adapter; -1 for none.
         Returns: [R, vocab] or [R, hidden size].
         Raises: PatchError without free pages; whatever the model raises, with all sequences as before.
         """
         with self.lock:
             executor = self.executor or self.refresh()
             if 0 in counts:
-                new = [(s, count) for s, count in zip(sequences, counts, strict=True) if count]
-                sequences, counts = [s for s, _ in new], [count for _, count in new]
+                used = [i for i, count in enumerate(counts) if count]
+                sequences, counts = [sequences[i] for i in used], [counts[i] for i in used]
+                adapters = adapters and [adapters[i] for i in used]
             if not sequences:
                 raise PatchError("a step needs at least one token")
             with self._appending(sequences, counts) as tensors:
-                return executor.step(self.pool, ids, positions, *tensors, rows, hidden=hidden)
+                more = self._adapters(adapters, counts)
+                return executor.step(self.pool, ids, positions, *tensors, rows, hidden=hidden, **more)
 
     @torch.no_grad()
     def greedy(
@@ -248,11 +261,13 @@ class Runner:
         *,
         counts: list[int] | None = None,
         rows: torch.Tensor | None = None,
+        adapters: list[int] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Append one token to each sequence: its `top` largest logits.
 
         Args:
             counts, rows: as `step` takes them, where it is not one token each and all rows.
+            adapters: as `step` takes them.
         Returns: [R, top] fp32, best first and equal ones by id; their ids [R, top] int64; all logits
             [R, vocab].
         """
@@ -261,13 +276,20 @@ class Runner:
             if rows is None:
                 rows, counts = torch.arange(count, device=tokens.device), [1] * count
             if not hasattr(executor, "best"):
-                logits = self.step(tokens, positions, sequences, counts, rows)
+                logits = self.step(tokens, positions, sequences, counts, rows, adapters=adapters)
                 values, ids = logits.float().sort(dim=-1, descending=True, stable=True)
                 return values[:, :top], ids[:, :top], logits
             with self._appending(sequences, counts) as tensors:
                 args = (self.pool, tokens, positions, *tensors, rows)
-                values, ids, logits = executor.best(*args, top=top)
+                values, ids, logits = executor.best(*args, top=top, **self._adapters(adapters, counts))
             return values[0], ids[0], logits
+
+    def _adapters(self, adapters: list[int] | None, counts: list[int]) -> dict[str, torch.Tensor]:
+        """What an executor is told of the tokens' adapters; nothing where none has one."""
+        if adapters is None or max(adapters) < 0:
+            return {}
+        slots = np.repeat(np.array(adapters, np.int32), counts)
+        return {"adapters": torch.from_numpy(slots).to(self.model.device)}
 
     def _room(self, sequences: list[Sequence], tokens: int) -> int:
         """How many tokens, `tokens` at most, each of the sequences can append within a budget; 1 at least."""

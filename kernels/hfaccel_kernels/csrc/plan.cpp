@@ -231,6 +231,28 @@ void run(const Walk& w, const HfaOp& op, int tid, int nthreads) {
             }
             return;
         }
+        case HFA_OP_LORA_SHRINK: {
+            if (!step.adapters) return;
+            const LoraTable table = lora_table(op);
+            const int in = op.view[0].buffer, out = op.out[0];
+            const Rows r = mine(out);
+            lora_runs(table, r.begin, r.end, w.slots(out), [&](int32_t slot, int64_t rank, int64_t first, int64_t last) {
+                lora_shrink(table, slot, rank, w.f32(in, tid), w.width(in), first, last, w.f32(out, tid), w.width(out));
+            });
+            return;
+        }
+        case HFA_OP_LORA_EXPAND: {
+            if (!step.adapters) return;
+            const LoraTable table = lora_table(op);
+            const int in = op.view[0].buffer, out = op.out[0];
+            const Rows c = columns(w.width(out));
+            if (c.begin >= c.end) return;
+            lora_runs(table, 0, w.rows(out), w.slots(out), [&](int32_t slot, int64_t rank, int64_t first, int64_t last) {
+                lora_expand(table, slot, rank, w.f32(in, tid), w.width(in), first, last, op.ints[3], w.f32(out, tid),
+                            w.width(out), c.begin, c.end);
+            });
+            return;
+        }
         case HFA_OP_GATHER: {
             const Rows r = mine(op.out[0]);
             const int64_t width = w.width(op.out[0]);

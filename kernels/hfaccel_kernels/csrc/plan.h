@@ -10,7 +10,7 @@
 
 #include "hfa.h"
 
-#define HFA_PLAN_SCHEMA 1
+#define HFA_PLAN_SCHEMA 2
 
 enum HfaOpKind {
     HFA_OP_EMBED = 1,
@@ -31,6 +31,8 @@ enum HfaOpKind {
     HFA_OP_MIX = 16,
     HFA_OP_DISPATCH = 17,
     HFA_OP_SCALE = 18,
+    HFA_OP_LORA_SHRINK = 19,
+    HFA_OP_LORA_EXPAND = 20,
 };
 
 enum HfaActKind {
@@ -119,6 +121,7 @@ struct HfaStep {
     float* best;                  // [ahead, asked, top] values and ids, best first (ops_pick.h)
     int64_t* best_ids;
     int64_t done;
+    const int32_t* adapters;      // [tokens] slot of each token's adapter, -1: none; NULL: no token has one
 };
 
 // Bytes of arena a step needs, 64-byte aligned.

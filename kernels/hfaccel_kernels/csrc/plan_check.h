@@ -17,6 +17,7 @@ enum Error {
     kRow = 7,         // an asked row outside the step
     kArena = 8,       // arena too small
     kPlan = 9,        // a record that does not fit its buffers
+    kAdapter = 10,    // a slot that no table has
 };
 
 // Everything that could send a thread outside its buffers. Costs about a nanosecond a token and a page.
@@ -46,8 +47,14 @@ static inline int check(const HfaPlan& plan, const HfaStep& step) {
     }
     for (int64_t i = 0; i < step.asked; ++i)
         if (step.rows[i] < 0 || step.rows[i] >= step.tokens || (more && step.rows[i] != i)) return kRow;
+    int32_t slot = -1;  // the largest
+    for (int64_t t = 0; step.adapters && t < step.tokens; ++t) {
+        if (step.adapters[t] < -1) return kAdapter;
+        slot = step.adapters[t] > slot ? step.adapters[t] : slot;
+    }
     for (int i = 0; i < plan.ops; ++i) {
         const HfaOp& op = plan.op[i];
+        if ((op.kind == HFA_OP_LORA_SHRINK || op.kind == HFA_OP_LORA_EXPAND) && slot >= op.ints[0]) return kAdapter;
         for (int j = 0; j < 3; ++j)
             if (op.out[j] >= plan.buffers || op.view[j].buffer >= plan.buffers) return kPlan;
         if (op.kind != HFA_OP_ATTEND && op.kind != HFA_OP_CACHE && op.kind != HFA_OP_JOIN) continue;

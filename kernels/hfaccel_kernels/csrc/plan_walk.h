@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "ops_attend.h"
+#include "ops_lora.h"
 #include "plan.h"
 
 namespace hfa {
@@ -65,11 +66,21 @@ struct Walk {
     }
     float* f32(int buffer, int tid) const { return reinterpret_cast<float*>(at(buffer, tid)); }
     int64_t width(int buffer) const { return plan.buffer[buffer].width; }
+    // Of a row of the buffer: the slot of its token's adapter.
+    auto slots(int buffer) const {
+        const bool asked = plan.buffer[buffer].asked;
+        return [this, asked](int64_t row) { return step.adapters[asked ? step.rows[row] : row]; };
+    }
     Scratch scratch(int tid, const AttendArgs& a) const {
         char* base = static_cast<char*>(step.arena) + scratch_offset + scratch_bytes * tid;
         return scratch_at(reinterpret_cast<float*>(base), a.pages->k_size, a.pages->v_size, shared_rows);
     }
 };
+
+static inline LoraTable lora_table(const HfaOp& op) {
+    return {static_cast<const char*>(op.ptr[0]), op.dtype[0], op.ints[1], op.ints[2],
+            static_cast<const float*>(op.ptr[2]), static_cast<const int32_t*>(op.ptr[1])};
+}
 
 static inline AttendArgs attend_args(const Walk& w, const HfaOp& op, int tid) {
     AttendArgs a;
