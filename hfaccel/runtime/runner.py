@@ -91,7 +91,7 @@ def choose(
         try:
             if skipped and strict():
                 break
-            args = (model,) if lora is None else (model, lora)
+            args = (model, lora) if lora is not None and lora.tables else (model,)
             return getattr(import_module(module), factory)(*args), skipped
         except Unsupported as why:
             skipped[name] = str(why)

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -24,6 +25,8 @@ from torch import nn
 from hfaccel.errors import PatchError, UnsupportedModel
 from hfaccel.generate import gate, mixin
 from hfaccel.generate.checks import position_limit
+from hfaccel.lora.adapters import Adapter, read_adapter
+from hfaccel.lora.slots import AdapterSlots
 from hfaccel.runtime.modules import WHOLE_INPUT_ROPE, rope_types, unpackable
 from hfaccel.runtime.runner import Runner
 from hfaccel.serve.budget import budget_of
@@ -44,6 +47,8 @@ class Engine:
         pages: KV pages of the pool; else as many as `memory_utilization` of the device's memory leaves room
             for, but no more than `limits.max_running` contexts.
         limits: of a step, with the policy. prefix_cache: pages of prompts and answers are found again.
+        lora_slots: adapters in memory at once, of any number that `load_adapter` was given.
+        lora_max_rank: of their matrices.
         clock: seconds, for ranks.
     Raises: PatchError for a model that is not patched; UnsupportedModel for one that steps cannot serve.
     """
@@ -56,6 +61,8 @@ class Engine:
         memory_utilization: float = 0.9,
         limits: Limits | None = None,
         prefix_cache: bool = True,
+        lora_slots: int = 32,
+        lora_max_rank: int = 64,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.model, self.limits, self.clock = model, limits or Limits(), clock
@@ -78,12 +85,20 @@ class Engine:
             pages = min(budget.pages(page_tokens), self.limits.max_running * -(-context // page_tokens))
         if isinstance(pages, bool) or not isinstance(pages, int) or pages < 1:
             raise PatchError(f"pages is a whole number, 1 or more, not {pages!r}")
+        self.slots = AdapterSlots(model, slots=lora_slots, max_rank=lora_max_rank)
+        self._adapters: dict[str, Adapter] = {}
+        self._tables = self.slots.version
         self.runner = Runner(
-            model, kv_bits=kv_bits, page_tokens=page_tokens, budget_pages=pages, barred=barred
+            model,
+            kv_bits=kv_bits,
+            page_tokens=page_tokens,
+            budget_pages=pages,
+            barred=barred,
+            lora=self.slots,
         )
         self.pool = self.runner.pool
         self.tree = PrefixTree(self.pool) if prefix_cache else None
-        self.scheduler = Scheduler(self.pool, self.tree, self.limits)
+        self.scheduler = Scheduler(self.pool, self.tree, self.limits, self.slots)
         self.steps = 0
         self._positions = position_limit(model)
         self._vocab = _vocabulary(model)
@@ -109,8 +124,7 @@ class Engine:
             raise Refused("the model is in training mode: call model.eval() first")
         if request.order >= 0:
             raise Refused("the request was submitted before: make another one")
-        if request.adapter is not None:
-            raise Refused(f"adapter {request.adapter!r} is not loaded; there are none")
+        self._adapter(request.adapter)
         request.check(
             pool_pages=self.pool.capacity,
             page_tokens=self.pool.page_tokens,
@@ -121,11 +135,49 @@ class Engine:
     def submit(self, request: Request) -> Request:
         """Put a request in line. Raises: as `check`."""
         self.check(request)
+        request.lora = self._adapter(request.adapter)
         request.arrival, request.order = self.clock(), next(self._order)
         self._submitted.append(request)
         if self._closed:  # meanwhile: nobody takes it in any more
             request.end(State.CANCELLED, "cancelled")
         return request
+
+    def load_adapter(self, name: str, path: str | Path) -> Adapter:
+        """Know a PEFT folder by a name that requests choose. One that was known by it is replaced: requests
+        that were submitted before keep theirs.
+
+        Raises: BadAdapter for one that does not fit; nothing has changed then.
+        """
+        if not isinstance(name, str) or not name:
+            raise Refused(f"an adapter's name is a text that is not empty, not {name!r}")
+        adapter = read_adapter(name, path, self.model, max_rank=self.slots.max_rank)
+        with self._stepping:
+            if self._closed:
+                raise Refused("the engine is closed")
+            self.slots.make_room(adapter)
+            before = self._adapters.get(name)
+            self._adapters = {**self._adapters, name: adapter}
+            if before is not None:
+                self.slots.drop(before)
+        return adapter
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that were submitted with it keep it. Raises: Refused for none."""
+        adapter = self._adapter(name)
+        with self._stepping:
+            self._adapters = {key: one for key, one in self._adapters.items() if one is not adapter}
+            self.slots.drop(adapter)
+
+    @property
+    def adapters(self) -> dict[str, Adapter]:
+        """What is known, by name."""
+        return dict(self._adapters)
+
+    def _adapter(self, name: str | None) -> Adapter | None:
+        if name is not None and name not in self._adapters:
+            known = ", ".join(sorted(self._adapters)) or "none"
+            raise Refused(f"adapter {name!r} is not loaded; loaded are {known}")
+        return None if name is None else self._adapters[name]
 
     def cancel(self, request: Request) -> None:
         """End a request at the next step; nothing happens to one that is over."""
@@ -170,10 +222,12 @@ class Engine:
             step = None
             try:
                 self._enter()
-                if new or self._weights is None:
+                if new or self._weights is None or self._tables != self.slots.version:
                     self._refresh()
                 step = scheduler.schedule()
-                if not step.chunks and not step.preempted:
+                for request, error in step.failed:
+                    request.end(State.FAILED, "error", error)
+                if not step.chunks and not step.preempted and not step.failed:
                     raise PatchError("the next request needs more pages than there are")
                 tokens = self._run(step) if step.chunks else []
             except Exception as error:
@@ -230,11 +284,14 @@ class Engine:
             if self.tree is not None:
                 self.tree.clear()
             self.pool.trim()
+            self.slots.forget()
             self._place = place
         before = self.runner.executor
         after = self.runner.refresh()
+        grown, self._tables = self._tables != self.slots.version, self.slots.version
+        same = before is after or (grown and type(before) is type(after))
         weights = weights_of(self.model)
-        if before is not after or weights != self._weights:
+        if not same or weights != self._weights:
             self._weights = weights
             self._version += 1
             self.scheduler.version = self._version
@@ -244,7 +301,10 @@ class Engine:
     def _run(self, step: Step) -> list[tuple[Request, int | Exception]]:
         """Compute a step's tokens: the next one of each request that is complete now, or why it has none."""
         ids, positions, asked, ready, end = [], [], [], [], 0
-        for request, count in step.chunks.items():
+        slots = {request: self.slots.slot(request.lora) for request in step.chunks}
+        # Tokens of one adapter lie together: the kernels read its matrices once.
+        chunks = {request: step.chunks[request] for request in sorted(slots, key=slots.get)}
+        for request, count in chunks.items():
             at = request.computed
             ids += request.part(at, count)
             positions += range(at, at + count)
@@ -254,13 +314,14 @@ class Engine:
                 ready.append(request)
         device = self.model.device
         inputs = [torch.tensor(x, dtype=torch.long, device=device) for x in (ids, positions, asked)]
-        sequences, counts = [r.sequence for r in step.chunks], list(step.chunks.values())
+        sequences, counts = [r.sequence for r in chunks], list(chunks.values())
+        adapters = [slots[request] for request in chunks]
         self.steps += 1
         if ready and hasattr(self.runner.executor, "best"):
-            rows = {"counts": counts, "rows": inputs[2]}
+            rows = {"counts": counts, "rows": inputs[2], "adapters": adapters}
             _, best, logits = self.runner.candidates(*inputs[:2], sequences, 1, **rows)
         else:
-            logits = self.runner.step(*inputs[:2], sequences, counts, inputs[2])
+            logits = self.runner.step(*inputs[:2], sequences, counts, inputs[2], adapters=adapters)
             best = logits.argmax(-1, keepdim=True) if ready else logits
         found: list[int | Exception] = best[:, 0].tolist() if ready else []
         drawn = [n for n, request in enumerate(ready) if not request.options.plain]

@@ -18,6 +18,7 @@ import torch
 
 from hfaccel.cache.pool import Sequence
 from hfaccel.errors import PatchError
+from hfaccel.lora.adapters import Adapter
 
 SEED_BITS = 63
 PENALTY_LIMIT = 1e4
@@ -155,6 +156,7 @@ class Request:
     arrival: float = 0.0
     order: int = -1
     sequence: Sequence | None = None
+    lora: Adapter | None = None  # what `adapter` named when it was submitted
     version: object = None  # of the weights that its pages were computed with
     cancelled: bool = False  # asked for; the engine's next step sees it
     done: threading.Event = field(default_factory=threading.Event)

@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 
 from hfaccel.cache.pool import PagePool, Sequence
 from hfaccel.errors import PatchError
+from hfaccel.lora.adapters import BadAdapter
+from hfaccel.lora.slots import AdapterSlots
 from hfaccel.serve.prefix import PrefixTree
 from hfaccel.serve.requests import Request, State
 
@@ -68,7 +70,8 @@ class Limits:
 class Step:
     """The next step: how many tokens each request computes.
 
-    Attributes: begun, preempted: requests that got pages for it, and that lost theirs.
+    Attributes: begun, preempted: requests that got pages for it, and that lost theirs. failed: those whose
+        adapter cannot be read any more.
         pages: new pages promised to each; needed: their sum.
     """
 
@@ -77,6 +80,7 @@ class Step:
     needed: int = 0
     begun: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    failed: list[tuple[Request, Exception]] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -100,8 +104,14 @@ class Scheduler:
         cached_tokens, admitted_tokens: found in the tree, of all that were to be computed at admissions.
     """
 
-    def __init__(self, pool: PagePool, tree: PrefixTree | None = None, limits: Limits | None = None):
-        self.pool, self.tree, self.limits = pool, tree, limits or Limits()
+    def __init__(
+        self,
+        pool: PagePool,
+        tree: PrefixTree | None = None,
+        limits: Limits | None = None,
+        adapters: AdapterSlots | None = None,
+    ):
+        self.pool, self.tree, self.limits, self.adapters = pool, tree, limits or Limits(), adapters
         self.waiting: list[Request] = []  # by rank
         self.running: list[Request] = []  # by rank
         self.version: object = None
@@ -125,7 +135,7 @@ class Scheduler:
         """Put its full pages into the tree, for others and for itself."""
         if self.tree is not None and request.sequence is not None and request.version == self.version:
             done = request.tokens[: request.computed]
-            self.tree.insert((request.version, request.adapter), done, request.sequence)
+            self.tree.insert((request.version, request.lora), done, request.sequence)
 
     def preempt_all(self) -> None:
         """Everything waits; no request holds a page."""
@@ -186,8 +196,13 @@ class Scheduler:
         """Those that wait, in rank, as long as there are tokens, places and pages for the whole of each."""
         while self.waiting and step.tokens < self.limits.token_budget:
             request = self.waiting[0]
-            if not self._begin(request, step):
-                return
+            try:
+                if not self._begin(request, step):
+                    return
+            except BadAdapter as error:
+                self.waiting.remove(request)
+                step.failed.append((request, error))
+                continue
             count = self._count(request, step)
             if not count:  # a whole prompt, beside another one
                 self._withdraw(request, step)
@@ -198,8 +213,7 @@ class Scheduler:
         """Give a waiting request its sequence and what is cached of it, if it finds a place and pages."""
         victims = self._victims(request)
         while True:
-            if len(self.running) < self.limits.max_running:
-                self._start(request)
+            if len(self.running) < self.limits.max_running and self._start(request):
                 if self._fits(self._promised(request)):
                     self.waiting.remove(request)
                     insort(self.running, request, key=self.rank)
@@ -231,17 +245,21 @@ class Scheduler:
         rank = self.rank(request)
         return [r for r in self.running if r.priority > request.priority and self.rank(r) > rank]
 
-    def _start(self, request: Request) -> None:
+    def _start(self, request: Request) -> bool:
+        """Its sequence, with what is cached of it; False where every slot for adapters is in use."""
+        if request.lora is not None and not self.adapters.acquire(request.lora):
+            return False
         self._evictable = None
         request.sequence = Sequence(self.pool)
         request.version = self.version
         if self.tree is None:
-            return
+            return True
         tokens = request.tokens
         # The copy of a page that ends in the middle needs a page more than the request has.
         spare = -(-request.most_tokens // self.pool.page_tokens) < self.pool.capacity
-        key = (request.version, request.adapter)
+        key = (request.version, request.lora)
         request.sequence.share(*self.tree.match(key, tokens, limit=len(tokens) - 1, partial=spare))
+        return True
 
     def _withdraw(self, request: Request, step: Step) -> None:
         """Take back an admission of this step."""
@@ -272,3 +290,5 @@ class Scheduler:
                 self.keep(request)
             request.sequence.empty()
             request.sequence = None
+            if request.lora is not None:
+                self.adapters.release(request.lora)

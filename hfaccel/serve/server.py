@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -114,7 +115,8 @@ class Server:
 
     Args:
         tokenizer: of transformers, for prompts that are text or messages, and for the text of answers.
-        pages, memory_utilization, prefix_cache: as `Engine` takes them.
+        pages, memory_utilization, prefix_cache, lora_slots, lora_max_rank: as `Engine` takes them.
+        adapters: PEFT folders by name, as `load_adapter` takes them.
         policy, token_budget, max_running, aging_s, chunked: as `Limits` takes them.
 
     Options of a request: those of `Options`, and `stop`, a string or strings that end the text before them,
@@ -129,6 +131,9 @@ class Server:
         pages: int | None = None,
         memory_utilization: float = 0.9,
         prefix_cache: bool = True,
+        adapters: Mapping[str, str | Path] | None = None,
+        lora_slots: int = 32,
+        lora_max_rank: int = 64,
         policy: str = "fcfs",
         token_budget: int = 512,
         max_running: int = 256,
@@ -142,7 +147,11 @@ class Server:
             memory_utilization=memory_utilization,
             limits=Limits(token_budget, max_running, policy, aging_s, chunked),
             prefix_cache=prefix_cache,
+            lora_slots=lora_slots,
+            lora_max_rank=lora_max_rank,
         )
+        for name, path in (adapters or {}).items():
+            self.engine.load_adapter(name, path)
         self._wake = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="hfaccel-server", daemon=True)
@@ -210,6 +219,20 @@ class Server:
         finally:
             if not answering.request.state.over:
                 self._cancel(answering.request)
+
+    # -- adapters
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """As `Engine.load_adapter`, while requests run."""
+        self.engine.load_adapter(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """As `Engine.unload_adapter`, while requests run."""
+        self.engine.unload_adapter(name)
+
+    def adapters(self) -> dict[str, Path]:
+        """The folders that are known, by name."""
+        return {name: adapter.path for name, adapter in self.engine.adapters.items()}
 
     def _answering(self, prompt, given: dict[str, Any], sink=None) -> _Answering:
         unknown = sorted(given.keys() - set(KNOWN))

@@ -6,6 +6,7 @@ import pytest
 
 from hfaccel.cache.pool import PagePool
 from hfaccel.errors import PatchError
+from hfaccel.lora.adapters import BadAdapter
 from hfaccel.serve.prefix import PrefixTree
 from hfaccel.serve.requests import Options, Request, State
 from hfaccel.serve.scheduler import Limits, Scheduler
@@ -13,18 +14,39 @@ from hfaccel.serve.scheduler import Limits, Scheduler
 SIZE = 4
 
 
+class Slots:
+    """So many adapters at once; the one called "broken" cannot be read."""
+
+    def __init__(self, count):
+        self.count, self.held = count, {}
+
+    def acquire(self, adapter):
+        if adapter == "broken":
+            raise BadAdapter("gone")
+        if adapter not in self.held and len(self.held) == self.count:
+            return False
+        self.held[adapter] = self.held.get(adapter, 0) + 1
+        return True
+
+    def release(self, adapter):
+        self.held[adapter] -= 1
+        if not self.held[adapter]:
+            del self.held[adapter]
+
+
 class Loop:
     """Steps as an engine runs them, whose model says `order * 1000 + place` for every token."""
 
-    def __init__(self, pages=64, cached=True, **limits):
+    def __init__(self, pages=64, cached=True, slots=8, **limits):
         self.pool = PagePool(page_tokens=SIZE, budget_pages=pages)
         self.tree = PrefixTree(self.pool) if cached else None
-        self.scheduler = Scheduler(self.pool, self.tree, Limits(**limits))
+        self.scheduler = Scheduler(self.pool, self.tree, Limits(**limits), Slots(slots))
         self.count, self.finished = 0, []
 
     def add(self, prompt, new=4, *, arrival=0.0, priority=0, adapter=None):
         prompt = list(range(prompt)) if isinstance(prompt, int) else prompt
-        request = Request(prompt, Options(max_new_tokens=new), priority=priority, adapter=adapter)
+        request = Request(prompt, Options(max_new_tokens=new), priority=priority)
+        request.lora = adapter  # any object is one here
         request.arrival, request.order = arrival, self.count
         request.check(pool_pages=self.pool.capacity, page_tokens=SIZE, vocab=10**9, positions=None)
         self.count += 1
@@ -184,6 +206,26 @@ def test_a_hopeless_claim_preempts_nobody():
     assert not step.preempted and third.state is State.WAITING and second.state is State.RUNNING
     loop.drain()
     assert len(loop.finished) == 3 and first.preemptions == 0
+
+
+def test_a_request_waits_for_a_slot_of_its_adapter_and_nobody_overtakes_it():
+    loop = Loop(slots=1)
+    first, second, third = loop.add(4, adapter="a"), loop.add(4, adapter="b"), loop.add(4)
+    assert counts(loop.step()) == {first.order: 4}
+    assert second.state is third.state is State.WAITING
+    loop.drain()
+    assert loop.finished[0] is first and len(loop.finished) == 3
+    assert loop.scheduler.adapters.held == {}
+
+
+def test_an_adapter_that_cannot_be_read_fails_its_request_alone():
+    loop = Loop()
+    bad, good = loop.add(4, adapter="broken"), loop.add(4)
+    step = loop.step()
+    assert counts(step) == {good.order: 4} and bad not in loop.scheduler.waiting
+    assert [request for request, _ in step.failed] == [bad]
+    loop.drain()
+    assert loop.scheduler.adapters.held == {}
 
 
 def test_cached_beginnings_are_not_computed():
