@@ -101,6 +101,8 @@ def _parts(path: Path, name: str, model: nn.Module, max_rank: int) -> dict[str, 
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     for key, shape in shapes.items():
         match = _MATRIX.fullmatch(_strip(key))
+        if match is None and _is_base(key, shape, modules):
+            continue
         if match is None:
             raise BadAdapter(f"{key} in {WEIGHTS}: {_why(key)}")
         if len(shape) != 2:
@@ -114,6 +116,20 @@ def _parts(path: Path, name: str, model: nn.Module, max_rank: int) -> dict[str, 
             raise BadAdapter(f"{module} has lora_{next(iter(sides))} alone")
         parts[module] = _part(module, sides["A"], sides["B"], modules, config, max_rank)
     return parts
+
+
+def _is_base(key: str, shape: tuple[int, ...], modules: dict) -> bool:
+    """Whether it is the base's own frozen weight, which PEFT saves beside an adapter on the head.
+
+    Raises: BadAdapter where it has another size: the vocabulary was resized.
+    """
+    module = modules.get(_strip(key).removesuffix(".weight").removesuffix(".base_layer"))
+    if not key.endswith(".base_layer.weight") and not isinstance(module, nn.Embedding):
+        return False
+    rows = getattr(module, "num_embeddings", None) or getattr(module, "out_features", None)
+    if rows != shape[0]:
+        raise BadAdapter(f"{key} has {shape[0]} rows, the model's {rows}: the vocabulary was resized")
+    return True
 
 
 def _part(

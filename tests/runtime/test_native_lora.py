@@ -1,0 +1,170 @@
+"""Adapters in the plan: every row equals PEFT's own model with that adapter, whatever stands beside it."""
+
+import pytest
+import torch
+
+from hfaccel.errors import PatchError
+from hfaccel.lora.adapters import read_adapter
+from hfaccel.lora.slots import AdapterSlots
+from hfaccel.runtime.native import Native
+from hfaccel.runtime.plan_build import build
+from hfaccel.runtime.plan_ops import LoraExpand, LoraShrink
+from hfaccel.runtime.plan_reference import Reference
+from hfaccel.runtime.runner import Runner
+from hfaccel_kernels import native
+from hfaccel_kernels.layouts import Layout
+from lora_folders import LINEARS, MLP, QV, adapter, logits_of
+from plans import close, quantize
+from tiny import ids, tiny
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=f"no C++ kernels: {native.reason()}")
+
+FUSED = {"phi3": ["qkv_proj", "gate_up_proj"], "gpt2": ["c_attn", "c_proj"], "gpt_neox": ["query_key_value"]}
+
+
+def slots_of(model, *folders, count=4):
+    """Slots with each folder loaded in turn: slot n holds folder n."""
+    slots = AdapterSlots(model, slots=count)
+    adapters = [read_adapter(str(n), path, model) for n, path in enumerate(folders)]
+    for one in adapters:
+        slots.make_room(one)
+    for one in adapters:
+        assert slots.acquire(one)
+    order = [slots.slot(one) for one in adapters]
+    return slots, order
+
+
+def run(model, executor, rows, adapters, *, asked=None):
+    """Logits of one packed step: of every token, or of the tokens `asked`."""
+    runner = Runner(model)
+    runner.executor = executor
+    counts = [len(row) for row in rows]
+    positions = torch.cat([torch.arange(count) for count in counts])
+    sequences = [runner.sequence() for _ in rows]
+    picked = torch.arange(sum(counts)) if asked is None else torch.tensor(asked)
+    try:
+        out = runner.step(torch.cat(rows), positions, sequences, counts, picked, adapters=adapters)
+    finally:
+        for sequence in sequences:
+            sequence.free()
+    return out.split(counts) if asked is None else out
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """A: rank 4, q and v; B: rank 16, all linears, rank-stabilized; C: rank 8, the MLP, with patterns."""
+    model, at = tiny("llama"), tmp_path_factory.mktemp("adapters")
+    peft = [
+        adapter(model, at / "a", seed=1, targets=QV),
+        adapter(model, at / "b", seed=2, r=16, targets=LINEARS, use_rslora=True),
+        adapter(
+            model,
+            at / "c",
+            seed=3,
+            r=8,
+            targets=MLP,
+            rank_pattern={"up_proj": 1},
+            alpha_pattern={"layers.0.mlp.down_proj": 3},
+        ),
+    ]
+    return model, peft, [at / name for name in "abc"]
+
+
+@pytest.mark.parametrize("kind", [Native, Reference])
+def test_each_row_equals_a_solo_run(mixed, kind):
+    model, peft, folders = mixed
+    slots, order = slots_of(model, *folders)
+    executor = kind(model, lora=slots)
+    whose = [2, None, 0, 1, 0, None, 1, 2]
+    rows = [ids(1, 3 + n, seed=n)[0] for n in range(8)]
+    found = run(model, executor, rows, [-1 if n is None else order[n] for n in whose])
+    for row, n, got in zip(rows, whose, found, strict=True):
+        close(got, logits_of(model if n is None else peft[n], row))
+
+
+def test_order_and_neighbours_change_no_bit(mixed):
+    model, _, folders = mixed
+    slots, order = slots_of(model, *folders)
+    executor = Native(model, lora=slots)
+    rows = [ids(1, n, seed=n)[0] for n in (1, 1, 7, 12)]
+    adapters = [order[1], -1, order[2], order[1]]
+    together = run(model, executor, rows, adapters)
+    turned = run(model, executor, rows[::-1], adapters[::-1])[::-1]
+    for row, slot, one, other in zip(rows, adapters, together, turned, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, run(model, executor, [row], [slot])[0])
+    plain = Native(model)
+    assert torch.equal(together[1], run(model, plain, [rows[1]], None)[0])
+    assert torch.equal(run(model, executor, rows, None)[1], together[1])
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_fused_and_transposed_layers(family, tmp_path):
+    model = tiny(family)
+    peft = adapter(model, tmp_path / "x", targets=FUSED[family], fan_in_fan_out=family == "gpt2")
+    slots, order = slots_of(model, tmp_path / "x")
+    row = ids(1, 9)[0]
+    found = run(model, Native(model, lora=slots), [row, row], [order[0], -1])
+    close(found[0], logits_of(peft, row))
+    close(found[1], logits_of(model, row))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_on_the_head_and_on_asked_rows(family, tmp_path):
+    model = tiny(family)
+    peft = adapter(model, tmp_path / "x", targets=["lm_head", "down_proj"], r=3)
+    slots, order = slots_of(model, tmp_path / "x")
+    rows = [ids(1, n, seed=n)[0] for n in (5, 6, 4)]
+    adapters = [-1, order[0], -1]
+    found = run(model, Native(model, lora=slots), rows, adapters, asked=[14, 10, 4, 7])
+    close(found[1], logits_of(peft, rows[1])[5])
+    close(found[3], logits_of(peft, rows[1])[2])
+    close(found[0], logits_of(model, rows[2])[3])
+    close(found[2], logits_of(model, rows[0])[4])
+
+
+@pytest.mark.parametrize("layout", [Layout(8, -1, True), Layout(4, 32, False)])
+def test_over_packed_weights(layout, tmp_path):
+    model = quantize(tiny("llama"), layout)
+    adapter(tiny("llama"), tmp_path / "x", targets=LINEARS, r=6)
+    slots, order = slots_of(model, tmp_path / "x")
+    row = ids(1, 8)[0]
+    steps = [run(model, kind(model, lora=slots), [row, row], [-1, order[0]]) for kind in (Native, Reference)]
+    assert torch.equal(steps[0][0], run(model, Native(model), [row], None)[0])
+    for got, want in zip(*steps, strict=True):
+        assert (got - want).abs().mean() < 2e-3 * want.abs().mean()  # a rounding may fall the other way
+    assert (steps[0][1] - steps[0][0]).abs().mean() > 0.1 * steps[0][0].abs().mean()
+
+
+def test_bf16_tables(tmp_path):
+    model = tiny("llama").bfloat16()
+    peft = adapter(tiny("llama"), tmp_path / "x", targets=LINEARS, r=5)
+    slots, order = slots_of(model, tmp_path / "x")
+    assert {t.dtype for table in slots.tables.values() for t in (table.a, table.b)} == {torch.bfloat16}
+    row = ids(1, 8)[0]
+    found = run(model, Native(model, lora=slots), [row], [order[0]])[0].float()
+    want = logits_of(peft, row)
+    assert (found - want).abs().mean() < 0.03 * want.abs().mean()
+    reference = run(model, Reference(model, lora=slots), [row], [order[0]])[0].float()
+    assert (found - reference).abs().max() <= 0.02 * reference.abs().max()
+
+
+def test_records_and_barriers(mixed):
+    model, _, folders = mixed
+    slots, _ = slots_of(model, folders[1])
+    plan, bare = build(model, lora=slots), build(model)
+    layers = model.config.num_hidden_layers
+    kinds = [type(op) for op in plan.ops]
+    assert kinds.count(LoraShrink) == kinds.count(LoraExpand) == 7 * layers
+    assert sum(plan.sync(True, True)) == sum(bare.sync(True, True))  # decode: not a barrier more
+    assert plan.weight_bytes() == bare.weight_bytes()
+    assert "lora_A" in str(plan)
+
+
+def test_a_slot_that_no_table_has_is_refused(mixed):
+    model, _, folders = mixed
+    slots, _ = slots_of(model, folders[0], count=2)
+    executor = Native(model, lora=slots)
+    for wrong in (2, -2):
+        with pytest.raises(PatchError, match="slot"):
+            run(model, executor, [ids(1, 3)[0]] * 2, [0, wrong])
