@@ -32,7 +32,7 @@ from hfaccel.runtime.runner import Runner
 from hfaccel.serve.budget import budget_of
 from hfaccel.serve.prefix import PrefixTree
 from hfaccel.serve.requests import Refused, Request, State
-from hfaccel.serve.sampling import choose
+from hfaccel.serve.sampling import choose, scores
 from hfaccel.serve.scheduler import Limits, Scheduler, Step
 
 log = logging.getLogger("hfaccel")
@@ -137,6 +137,7 @@ class Engine:
         self.check(request)
         request.lora = self._adapter(request.adapter)
         request.arrival, request.order = self.clock(), next(self._order)
+        request.ends = frozenset() if request.options.ignore_eos else frozenset(self._ends())
         self._submitted.append(request)
         if self._closed:  # meanwhile: nobody takes it in any more
             request.end(State.CANCELLED, "cancelled")
@@ -176,7 +177,7 @@ class Engine:
     def _adapter(self, name: str | None) -> Adapter | None:
         if name is not None and name not in self._adapters:
             known = ", ".join(sorted(self._adapters)) or "none"
-            raise Refused(f"adapter {name!r} is not loaded; loaded are {known}")
+            raise Refused(f"adapter {name!r} is not loaded; loaded are {known}", "adapter")
         return None if name is None else self._adapters[name]
 
     def cancel(self, request: Request) -> None:
@@ -227,6 +228,8 @@ class Engine:
                 step = scheduler.schedule()
                 for request, error in step.failed:
                     request.end(State.FAILED, "error", error)
+                for request in step.begun:
+                    request.began = self.clock() if request.began is None else request.began
                 if not step.chunks and not step.preempted and not step.failed:
                     raise PatchError("the next request needs more pages than there are")
                 tokens = self._run(step) if step.chunks else []
@@ -298,12 +301,24 @@ class Engine:
             if self.tree is not None:
                 self.tree.clear()
 
-    def _run(self, step: Step) -> list[tuple[Request, int | Exception]]:
-        """Compute a step's tokens: the next one of each request that is complete now, or why it has none."""
-        ids, positions, asked, ready, end = [], [], [], [], 0
+    def _run(self, step: Step) -> list[tuple[Request, int | Exception | None]]:
+        """Compute a step's tokens: the next one of each request that is complete now, or why it has none;
+        None for one that is embedded."""
         slots = {request: self.slots.slot(request.lora) for request in step.chunks}
         # Tokens of one adapter lie together: the kernels read its matrices once.
         chunks = {request: step.chunks[request] for request in sorted(slots, key=slots.get)}
+        self.steps += 1
+        done: list[tuple[Request, int | Exception | None]] = []
+        if any(request.options.embed for request in chunks):
+            embedded = {request: count for request, count in chunks.items() if request.options.embed}
+            done += self._embed(embedded, slots)
+            chunks = {request: count for request, count in chunks.items() if not request.options.embed}
+        return done + self._next(chunks, slots) if chunks else done
+
+    def _next(self, chunks: dict[Request, int], slots) -> list[tuple[Request, int | Exception | None]]:
+        """The next token of each request that is complete now, or why it has none."""
+        ids, positions, asked, ready, end = [], [], [], [], 0
+        prompts: list[tuple[Request, range]] = []  # tokens of prompts that are scored, and their rows after
         for request, count in chunks.items():
             at = request.computed
             ids += request.part(at, count)
@@ -312,25 +327,80 @@ class Engine:
             if count == request.left:
                 asked.append(end - 1)
                 ready.append(request)
+                if request.constraint is not None:
+                    request.constraint.prepare()
+            if request.options.prompt_logprobs is not None and not request.output:
+                prompts.append((request, range(at + 1, min(at + count + 1, len(request.prompt)))))
+        starts = itertools.accumulate((0, *chunks.values()))
+        begins = dict(zip(chunks, starts, strict=False))
+        asked += [begins[request] + n for request, scored in prompts for n in range(len(scored))]
         device = self.model.device
         inputs = [torch.tensor(x, dtype=torch.long, device=device) for x in (ids, positions, asked)]
         sequences, counts = [r.sequence for r in chunks], list(chunks.values())
         adapters = [slots[request] for request in chunks]
-        self.steps += 1
-        if ready and hasattr(self.runner.executor, "best"):
+        if asked and hasattr(self.runner.executor, "best"):
             rows = {"counts": counts, "rows": inputs[2], "adapters": adapters}
             _, best, logits = self.runner.candidates(*inputs[:2], sequences, 1, **rows)
         else:
             logits = self.runner.step(*inputs[:2], sequences, counts, inputs[2], adapters=adapters)
-            best = logits.argmax(-1, keepdim=True) if ready else logits
-        found: list[int | Exception] = best[:, 0].tolist() if ready else []
-        drawn = [n for n, request in enumerate(ready) if not request.options.plain]
+            best = logits.argmax(-1, keepdim=True) if asked else logits
+        found: list[int | Exception] = best[: len(ready), 0].tolist() if ready else []
+        drawn = [n for n, request in enumerate(ready) if not request.plain]
         for n, row in zip(drawn, logits[drawn].cpu() if drawn else (), strict=True):
             found[n] = _chosen(row, ready[n])
+        self._score(logits, ready, found)
+        self._score_prompts(logits[len(ready) :], prompts)
         return list(zip(ready, found, strict=True))
 
-    def _take(self, request: Request, token: int | Exception) -> None:
-        """Give a request its next token, and see whether it is over."""
+    def _score(self, logits: torch.Tensor, ready: list[Request], found: list[int | Exception]) -> None:
+        """Scores of the tokens that were found, for those who ask."""
+        rows = [
+            n
+            for n, (request, token) in enumerate(zip(ready, found, strict=True))
+            if request.options.logprobs is not None and isinstance(token, int) and token < self._vocab
+        ]
+        if rows:
+            tops = [ready[n].options.logprobs for n in rows]
+            of = scores(logits[rows][:, : self._vocab], [found[n] for n in rows], tops)
+            for n, score in zip(rows, of, strict=True):
+                ready[n].scores.append(score)
+
+    def _score_prompts(self, logits: torch.Tensor, prompts: list[tuple[Request, range]]) -> None:
+        """Scores of tokens of prompts, by the rows before them."""
+        at = 0
+        for request, scored in prompts:
+            rows, at = logits[at : at + len(scored), : self._vocab], at + len(scored)
+            if scored.start == 1:  # anew, where it was preempted
+                request.prompt_scores = []
+            if len(scored):
+                tokens = request.prompt[scored.start : scored.stop]
+                tops = [request.options.prompt_logprobs] * len(tokens)
+                request.prompt_scores += scores(rows, tokens, tops)
+
+    def _embed(self, chunks: dict[Request, int], slots) -> list[tuple[Request, int | Exception | None]]:
+        """Add up hidden states of prompts; those that are complete have their mean."""
+        device, counts = self.model.device, list(chunks.values())
+        begins = [request.computed for request in chunks]
+        ids = [i for request, count in chunks.items() for i in request.part(request.computed, count)]
+        at = [p for begin, count in zip(begins, counts, strict=True) for p in range(begin, begin + count)]
+        inputs = [torch.tensor(x, dtype=torch.long, device=device) for x in (ids, at, range(len(ids)))]
+        sequences, adapters = [r.sequence for r in chunks], [slots[r] for r in chunks]
+        complete = [request for request, count in chunks.items() if count == request.left]
+        states = self.runner.step(
+            *inputs[:2], sequences, counts, inputs[2], hidden=True, adapters=adapters
+        ).split(counts)
+        for request, begin, rows in zip(chunks, begins, states, strict=True):
+            added = rows.float().sum(0).cpu()
+            request.embedding = added if begin == 0 else request.embedding + added
+        for request in complete:
+            request.embedding /= len(request.prompt)
+        return [(request, None) for request in complete]
+
+    def _take(self, request: Request, token: int | Exception | None) -> None:
+        """Give a request its next token, or none, and see whether it is over."""
+        if token is None:
+            self._end(request, State.FINISHED, "stop")
+            return
         if not isinstance(token, Exception) and token >= self._vocab:  # heads may have more rows
             token = PatchError(f"the model chose token {token}, which its {self._vocab} embeddings lack")
         if isinstance(token, Exception):
@@ -342,12 +412,15 @@ class Engine:
         try:
             if request.listener is not None:
                 request.listener(request, token)
-            stopped = request.stop is not None and request.stop(request.output)
+            full = request.constraint is not None and request.constraint.take(token)
+            stopped = (request.stop is not None and request.stop(request.output)) or full
         except Exception as error:
             self._end(request, State.FAILED, "error", error)
             return
         options = request.options
-        ended = token in options.stop_ids or (not options.ignore_eos and token in self._ends())
+        ended = len(request.output) >= options.min_tokens and (
+            token in options.stop_ids or token in request.ends
+        )
         if stopped or ended:
             self._end(request, State.FINISHED, "stop")
         elif len(request.output) >= options.max_new_tokens:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral, Real
+from typing import Protocol
 
 import torch
 
@@ -24,8 +25,43 @@ SEED_BITS = 63
 PENALTY_LIMIT = 1e4
 
 
+MOST_LOGPROBS = 100  # alternatives of a token: more is a dump of the vocabulary
+
+
 class Refused(PatchError):
-    """A request that can never be served; nothing that runs is touched."""
+    """A request that can never be served; nothing that runs is touched.
+
+    Attributes: option: what was wrong, by its name here; None where it is no single one.
+    """
+
+    def __init__(self, message: str, option: str | None = None):
+        super().__init__(message)
+        self.option = option
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely a token was: natural logarithms of the model's own probabilities, before any edit.
+
+    Attributes: top: the most likely ones and theirs, best first.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Constraint(Protocol):
+    """What the tokens of one answer must be, e.g. a grammar. Called by the engine's thread."""
+
+    def prepare(self) -> None:
+        """A step begins whose last token of it is known: the next mask may be computed beside the model."""
+
+    def mask(self, row: torch.Tensor) -> None:
+        """Put -inf where a token cannot come next, in logits [vocab] fp32."""
+
+    def take(self, token: int) -> bool:
+        """A token was chosen. Returns: whether nothing can follow."""
 
 
 class State(Enum):
@@ -52,6 +88,10 @@ class Options:
         seed: what repeats the draws, whatever runs beside; None draws one.
         stop_ids: tokens that end the answer, which keeps them, beside the model's end tokens.
         ignore_eos: the model's end tokens are tokens like others.
+        min_tokens: end tokens, `stop_ids` and stop strings count only after so many tokens.
+        logprobs: a `Score` of each token of the answer, with so many alternatives; None is off.
+        prompt_logprobs: of each token of the prompt but the first, which is computed whole for it.
+        embed: no answer, but the mean of the last hidden states of the prompt.
     Raises: Refused, naming the option.
     """
 
@@ -67,6 +107,10 @@ class Options:
     seed: int | None = None
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    embed: bool = False
 
     def __post_init__(self):
         _whole("max_new_tokens", self.max_new_tokens, 1)
@@ -77,8 +121,19 @@ class Options:
         _real("repetition_penalty", self.repetition_penalty, 0, PENALTY_LIMIT, open_below=True)
         for name in ("presence_penalty", "frequency_penalty"):
             _real(name, getattr(self, name), -PENALTY_LIMIT, PENALTY_LIMIT)
+        _whole("min_tokens", self.min_tokens, 0)
+        if self.min_tokens > self.max_new_tokens:
+            raise Refused(
+                f"min_tokens {self.min_tokens} is more than max_new_tokens {self.max_new_tokens}",
+                "min_tokens",
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 0, MOST_LOGPROBS)
         if not isinstance(self.logit_bias, Mapping):
-            raise Refused(f"logit_bias is a dict of token ids and numbers, not {self.logit_bias!r}")
+            raise Refused(
+                f"logit_bias is a dict of token ids and numbers, not {self.logit_bias!r}", "logit_bias"
+            )
         for token, bias in self.logit_bias.items():
             _whole("logit_bias' token", token, 0)
             _real("logit_bias", bias, -PENALTY_LIMIT, PENALTY_LIMIT)
@@ -88,7 +143,7 @@ class Options:
         try:
             object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
         except TypeError:
-            raise Refused(f"stop_ids is a list of token ids, not {self.stop_ids!r}") from None
+            raise Refused(f"stop_ids is a list of token ids, not {self.stop_ids!r}", "stop_ids") from None
         for token in self.stop_ids:
             _whole("stop_ids' token", token, 0)
 
@@ -105,21 +160,28 @@ class Options:
             or self.presence_penalty
             or self.frequency_penalty
             or len(self.logit_bias)
+            or self.min_tokens
         )
+
+    @property
+    def whole(self) -> bool:
+        """Whether each token of the prompt must be computed, cached or not."""
+        return self.embed or self.prompt_logprobs is not None
 
 
 def _whole(name: str, value, least: int, most: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise Refused(f"{name} is a whole number, not {value!r}")
+        raise Refused(f"{name} is a whole number, not {value!r}", name.split("'")[0])
     if value < least or (most is not None and value > most):
-        raise Refused(f"{name} is {least} or more{f' and {most} at most' if most else ''}, not {value}")
+        at_most = f" and {most} at most" if most else ""
+        raise Refused(f"{name} is {least} or more{at_most}, not {value}", name.split("'")[0])
 
 
 def _real(name: str, value, least: float, most: float, *, open_below: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
-        raise Refused(f"{name} is a number, not {value!r}")
+        raise Refused(f"{name} is a number, not {value!r}", name)
     if value > most or value < least or (open_below and value == least):
-        raise Refused(f"{name} is {'above' if open_below else 'from'} {least} to {most}, not {value}")
+        raise Refused(f"{name} is {'above' if open_below else 'from'} {least} to {most}, not {value}", name)
 
 
 @dataclass(eq=False)
@@ -132,12 +194,16 @@ class Request:
         listener: called by the engine's thread as `listener(request, token)` for each token and with None
             once at the end; an error of its own fails this request alone.
         stop: called as `stop(output)` after each token; true ends the answer.
+        constraint: what the answer must be.
 
     Attributes:
-        output: token ids so far. finish_reason: "stop", "length", "cancelled" or "error"; None before.
+        output: token ids so far. scores, prompt_scores: of the answer, and of the prompt from its second
+            token, where the options ask for them. embedding: [hidden size] fp32, likewise.
+        finish_reason: "stop", "length", "cancelled" or "error"; None before.
         cached_tokens: of the prompt, found in pages of others when it was first admitted.
         computed: tokens whose keys and values are in its pages.
-        arrival: seconds on the engine's clock; order: the place among all requests.
+        arrival, began: seconds on the engine's clock, submitted and first admitted; order: the place among
+            all requests. ends: the model's end tokens, none with `ignore_eos`.
     """
 
     prompt: list[int]
@@ -146,6 +212,7 @@ class Request:
     adapter: str | None = None
     listener: Callable[[Request, int | None], None] | None = None
     stop: Callable[[list[int]], bool] | None = None
+    constraint: Constraint | None = None
 
     output: list[int] = field(default_factory=list)
     state: State = State.WAITING
@@ -153,7 +220,12 @@ class Request:
     error: BaseException | None = None
     cached_tokens: int | None = None
     preemptions: int = 0
+    scores: list[Score] = field(default_factory=list)
+    prompt_scores: list[Score] = field(default_factory=list)
+    embedding: torch.Tensor | None = None
     arrival: float = 0.0
+    began: float | None = None
+    ends: frozenset[int] = frozenset()
     order: int = -1
     sequence: Sequence | None = None
     lora: Adapter | None = None  # what `adapter` named when it was submitted
@@ -169,6 +241,18 @@ class Request:
         if self.adapter is not None and not isinstance(self.adapter, str):
             raise Refused(f"adapter is a name, not {self.adapter!r}")
         self._generator: torch.Generator | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether its next token is the best one of the model's own logits."""
+        return self.constraint is None and self.options.plain
+
+    @property
+    def barred(self) -> frozenset[int]:
+        """Tokens that would end the answer before its `min_tokens`."""
+        if len(self.output) >= self.options.min_tokens:
+            return frozenset()
+        return self.ends | frozenset(self.options.stop_ids)
 
     @property
     def tokens(self) -> list[int]:
@@ -219,18 +303,22 @@ class Request:
         """
         wrong = next((token for token in self.prompt if not 0 <= token < vocab), None)
         if wrong is not None:
-            raise Refused(f"token id {wrong} is not in the model's vocabulary of {vocab}")
-        for token in (*self.options.logit_bias, *self.options.stop_ids):
-            if token >= vocab:
-                raise Refused(f"token id {token} of the options is not in the model's vocabulary of {vocab}")
+            raise Refused(f"token id {wrong} is not in the model's vocabulary of {vocab}", "prompt")
+        for name in ("logit_bias", "stop_ids"):
+            for token in getattr(self.options, name):
+                if token >= vocab:
+                    raise Refused(
+                        f"token id {token} of the options is not in the model's vocabulary of {vocab}", name
+                    )
         asked = f"{len(self.prompt)} tokens and {self.options.max_new_tokens} new ones"
         if positions is not None and self.most_tokens > positions:
-            raise Refused(f"{asked} lie beyond the model's table of {positions} learned positions")
+            raise Refused(f"{asked} lie beyond the model's table of {positions} learned positions", "prompt")
         pages = -(-self.most_tokens // page_tokens)
         if pages > pool_pages:
             raise Refused(
                 f"{asked} need {pages} pages of {page_tokens} tokens, and there are {pool_pages}: "
-                "it can never fit"
+                "it can never fit",
+                "prompt",
             )
 
     def end(self, state: State, reason: str, error: BaseException | None = None) -> None:
@@ -253,17 +341,17 @@ def token_ids(ids) -> list[int]:
         if ids.dim() == 2 and ids.shape[0] == 1:
             ids = ids[0]
         if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
-            raise Refused(f"a prompt is one row of token ids, not {[*ids.shape]} {ids.dtype}")
+            raise Refused(f"a prompt is one row of token ids, not {[*ids.shape]} {ids.dtype}", "prompt")
         ids = ids.tolist()
     if isinstance(ids, (str, bytes)):
-        raise Refused("a prompt is token ids here, not text")
+        raise Refused("a prompt is token ids here, not text", "prompt")
     try:
         ids = list(ids)
     except TypeError:
-        raise Refused(f"a prompt is a list of token ids, not {ids!r}") from None
+        raise Refused(f"a prompt is a list of token ids, not {ids!r}", "prompt") from None
     if not ids:
-        raise Refused("the prompt is empty")
+        raise Refused("the prompt is empty", "prompt")
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, Integral):
-            raise Refused(f"a prompt is a list of token ids, not of {token!r}")
+            raise Refused(f"a prompt is a list of token ids, not of {token!r}", "prompt")
     return [int(token) for token in ids]

@@ -10,7 +10,7 @@ from collections import Counter
 
 import torch
 
-from hfaccel.serve.requests import Options, Request
+from hfaccel.serve.requests import Options, Request, Score
 
 
 def choose(logits: torch.Tensor, request: Request) -> int:
@@ -19,11 +19,13 @@ def choose(logits: torch.Tensor, request: Request) -> int:
     Raises: ValueError where they give no probabilities.
     """
     options = request.options
-    if options.plain:
+    if request.plain:
         return int(logits.argmax())
     row = logits.to(device="cpu", dtype=torch.float32, copy=True)
     if options.edits:
         edit(row, request)
+    if request.constraint is not None:
+        request.constraint.mask(row)
     if options.temperature == 0:
         return int(row.argmax())
     ids, weights = candidates(row, options)
@@ -36,7 +38,7 @@ def choose(logits: torch.Tensor, request: Request) -> int:
 
 
 def edit(row: torch.Tensor, request: Request) -> None:
-    """Bias and penalties, on logits [vocab] fp32 in place."""
+    """Bias, penalties and tokens that may not come yet, on logits [vocab] fp32 in place."""
     options = request.options
     if options.logit_bias:
         row[list(options.logit_bias)] += torch.tensor(list(options.logit_bias.values()), dtype=row.dtype)
@@ -49,6 +51,8 @@ def edit(row: torch.Tensor, request: Request) -> None:
         times = Counter(request.output)
         counts = torch.tensor(list(times.values()), dtype=row.dtype)
         row[list(times)] -= options.presence_penalty + options.frequency_penalty * counts
+    if barred := [token for token in request.barred if token < len(row)]:
+        row[barred] = -torch.inf
 
 
 def candidates(row: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,3 +73,15 @@ def candidates(row: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch
         likely = weights >= options.min_p * weights.max()
         ids, weights = ids[likely], weights[likely]
     return ids, weights
+
+
+def scores(logits: torch.Tensor, tokens: list[int], tops: list[int]) -> list[Score]:
+    """How likely tokens [R] are by logits [R, vocab] of any dtype, each with so many alternatives."""
+    logprobs = logits.float().log_softmax(-1)
+    most = min(max(tops), logits.shape[-1])
+    chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    values, ids = (x.tolist() for x in logprobs.topk(most)) if most else ([[]] * len(tokens),) * 2
+    return [
+        Score(token, logprob, tuple(zip(ids[n][:top], values[n][:top], strict=True)))
+        for n, (token, logprob, top) in enumerate(zip(tokens, chosen, tops, strict=True))
+    ]

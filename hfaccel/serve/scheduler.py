@@ -252,7 +252,7 @@ class Scheduler:
         self._evictable = None
         request.sequence = Sequence(self.pool)
         request.version = self.version
-        if self.tree is None:
+        if self.tree is None or request.options.whole:
             return True
         tokens = request.tokens
         # The copy of a page that ends in the middle needs a page more than the request has.

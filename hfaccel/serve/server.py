@@ -11,22 +11,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from hfaccel.serve.engine import Engine
-from hfaccel.serve.requests import Options, Refused, Request, State
+from hfaccel.serve.requests import Options, Refused, Request, Score, State
 from hfaccel.serve.scheduler import Limits
 from hfaccel.serve.text import Text
 
 log = logging.getLogger("hfaccel")
 
-_OPTIONS = tuple(field.name for field in fields(Options))
-KNOWN = (*_OPTIONS, "stop", "priority", "adapter")
+_OPTIONS = tuple(option.name for option in fields(Options))
+_PLACED = ("priority", "adapter", "constraint")  # of a `Request` beside its options
+_TEXT = ("keep_special", "keep_stop")  # of a `Text`
+KNOWN = (*_OPTIONS, "stop", *_PLACED, *_TEXT)
 STOPS = 16  # strings a request may name
 
 
@@ -36,6 +39,7 @@ class Answer:
 
     Attributes:
         text: None without a tokenizer. ids: with the token that ended it.
+        scores, prompt_scores: as `Request` has them. stop: the stop string that ended it.
         finish_reason: "stop" or "length". prompt_tokens, cached_tokens: of the prompt, and how many of them
             were found in pages of earlier requests.
     """
@@ -45,6 +49,9 @@ class Answer:
     finish_reason: str
     prompt_tokens: int
     cached_tokens: int
+    scores: list[Score] = field(default_factory=list)
+    prompt_scores: list[Score] = field(default_factory=list)
+    stop: str | None = None
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -59,11 +66,12 @@ class Answer:
 @dataclass(frozen=True)
 class Part:
     """What a stream gives out: text that is certain now (None without a tokenizer), the new token, and in the
-    last part, which has no token, the whole answer."""
+    last part, which has no token, the whole answer. `score` is the token's, where the options ask for it."""
 
     text: str | None
     token: int | None
     answer: Answer | None = None
+    score: Score | None = None
 
 
 class _Answering:
@@ -72,19 +80,21 @@ class _Answering:
     def __init__(self, prompt: list[int], given: dict[str, Any], tokenizer, sink=None):
         stops = _stops(given.pop("stop", None))
         if stops and tokenizer is None:
-            raise Refused("stop strings need a tokenizer: give the Server one, or stop_ids")
-        self.text = None if tokenizer is None else Text(tokenizer, stops)
+            raise Refused("stop strings need a tokenizer: give the Server one, or stop_ids", "stop")
+        shown = {name: given.pop(name) for name in _TEXT if name in given}
+        self.text = None if tokenizer is None else Text(tokenizer, stops, **shown)
         self.sink, self.pieces = sink, []
-        placed = {name: given.pop(name) for name in ("priority", "adapter") if name in given}
+        placed = {name: given.pop(name) for name in _PLACED if name in given}
         self.request = Request(prompt, Options(**given), listener=self._heard, stop=self._stops, **placed)
 
     def _stops(self, output: list[int]) -> bool:
-        piece = None
+        piece, request = None, self.request
         if self.text is not None:
-            piece = self.text.put(output[-1])
+            piece = self.text.put(output[-1], search=len(output) >= request.options.min_tokens)
             self.pieces.append(piece)
         if self.sink is not None:
-            self.sink(Part(piece, output[-1]))
+            score = None if request.options.logprobs is None else request.scores[-1]
+            self.sink(Part(piece, output[-1], None, score))
         return self.text is not None and self.text.stopped
 
     def _heard(self, request: Request, token: int | None) -> None:
@@ -107,7 +117,16 @@ class _Answering:
             raise Refused("the request was cancelled")
         text = None if self.text is None else "".join(self.pieces)
         cached = request.cached_tokens or 0
-        return Answer(text, list(request.output), request.finish_reason, len(request.prompt), cached)
+        return Answer(
+            text,
+            list(request.output),
+            request.finish_reason,
+            len(request.prompt),
+            cached,
+            request.scores,
+            request.prompt_scores,
+            None if self.text is None else self.text.stop,
+        )
 
 
 class Server:
@@ -120,7 +139,8 @@ class Server:
         policy, token_budget, max_running, aging_s, chunked: as `Limits` takes them.
 
     Options of a request: those of `Options`, and `stop`, a string or strings that end the text before them,
-    `priority` and `adapter` as `Request` takes them. Greedy unless a temperature is given.
+    `keep_special` and `keep_stop` as `Text` takes them, `priority`, `adapter` and `constraint` as `Request`
+    takes them. Greedy unless a temperature is given.
     """
 
     def __init__(
@@ -178,6 +198,12 @@ class Server:
         every = [
             self._answering(prompt, {**common, **own}) for prompt, own in zip(prompts, each, strict=True)
         ]
+        self._wait(every)
+        answers = [answering.answer() for answering in every]
+        return answers[0] if one else answers
+
+    def _wait(self, every: list[_Answering]) -> None:
+        """Submit all, or none if one is refused, and wait until they are over."""
         for answering in every:
             self.engine.check(answering.request)
         submitted: list[_Answering] = []
@@ -192,8 +218,6 @@ class Server:
             for answering in submitted:
                 self._cancel(answering.request)
             raise
-        answers = [answering.answer() for answering in every]
-        return answers[0] if one else answers
 
     async def stream(self, prompt, **options: Any) -> AsyncIterator[Part]:
         """Parts of one answer as they come; who leaves the loop early cancels the request.
@@ -205,9 +229,7 @@ class Server:
         def sink(part: Part) -> None:
             loop.call_soon_threadsafe(parts.put_nowait, part)
 
-        answering = self._answering(prompt, options, sink)
-        self.engine.submit(answering.request)
-        self._wake.set()
+        answering = self.open(prompt, sink, **options)
         try:
             while True:
                 part = await parts.get()
@@ -219,6 +241,37 @@ class Server:
         finally:
             if not answering.request.state.over:
                 self._cancel(answering.request)
+
+    def open(self, prompt, sink: Callable[[Part], None] | None = None, **options: Any) -> _Answering:
+        """Begin one answer: `sink` gets its parts from the engine's thread, and a last one without a token;
+        where that has no answer either, `answer()` raises why.
+
+        Raises: Refused.
+        """
+        answering = self._answering(prompt, options, sink)
+        self.engine.submit(answering.request)
+        self._wake.set()
+        return answering
+
+    def cancel(self, answering: _Answering) -> None:
+        """End what `open` began, at the next step; nothing happens if it is over."""
+        if not answering.request.state.over:
+            self._cancel(answering.request)
+
+    def embed(self, prompts, **options: Any) -> torch.Tensor:
+        """The mean of the last hidden states of each prompt: [prompts, hidden size] fp32.
+
+        Args:
+            prompts: as `generate` takes them. options: adapter, priority.
+        Raises: as `generate`.
+        """
+        prompts = [prompts] if _is_one(prompts) else list(prompts)
+        given = {**options, "embed": True, "max_new_tokens": 1}
+        every = [self._answering(prompt, given) for prompt in prompts]
+        self._wait(every)
+        for answering in every:
+            answering.answer()
+        return torch.stack([answering.request.embedding for answering in every])
 
     # -- adapters
 
@@ -250,13 +303,13 @@ class Server:
         if not messages:
             return self.tokenizer(prompt)["input_ids"]
         if not getattr(self.tokenizer, "chat_template", None):
-            raise Refused("the tokenizer has no chat template: give text or token ids")
+            raise Refused("the tokenizer has no chat template: give text or token ids", "messages")
         try:
             found = self.tokenizer.apply_chat_template(
                 list(prompt), add_generation_prompt=True, return_dict=True
             )
         except Exception as why:  # whatever a template raises is about the messages
-            raise Refused(f"the chat template refuses these messages: {why}") from why
+            raise Refused(f"the chat template refuses these messages: {why}", "messages") from why
         return found["input_ids"]
 
     def _cancel(self, request: Request) -> None:
@@ -315,8 +368,8 @@ def _is_one(prompts) -> bool:
 def _stops(given) -> tuple[str, ...]:
     stops = (given,) if isinstance(given, str) else tuple(given or ())
     if len(stops) > STOPS:
-        raise Refused(f"{len(stops)} stop strings; {STOPS} are allowed")
+        raise Refused(f"{len(stops)} stop strings; {STOPS} are allowed", "stop")
     for stop in stops:
         if not isinstance(stop, str) or not stop:
-            raise Refused(f"stop is a string that is not empty, or some of them, not {stop!r}")
+            raise Refused(f"stop is a string that is not empty, or some of them, not {stop!r}", "stop")
     return stops

@@ -19,20 +19,23 @@ class Text:
 
     Args:
         tokenizer: of transformers. stops: strings, none of them empty.
-        keep_special: special tokens are part of the text.
-    Attributes: stopped: a stop string is complete; nothing follows.
+        keep_special: special tokens are part of the text. keep_stop: so is the stop string that ended it.
+    Attributes: stopped: a stop string is complete; nothing follows. stop: which one, or None.
     """
 
-    def __init__(self, tokenizer, stops: Sequence[str] = (), *, keep_special: bool = False):
+    def __init__(
+        self, tokenizer, stops: Sequence[str] = (), *, keep_special: bool = False, keep_stop: bool = False
+    ):
         self.tokenizer, self.stops, self.keep_special = tokenizer, tuple(stops), keep_special
-        self.stopped = False
+        self.keep_stop = keep_stop
+        self.stopped, self.stop = False, None
         self._ids: list[int] = []  # the last tokens
         self._known = ""  # the part of their text that was taken up
         self._broken = 0  # tokens since that text was whole
         self._held = ""  # may be the beginning of a stop string
 
-    def put(self, token: int) -> str:
-        """Take a token: the text that is certain now."""
+    def put(self, token: int, *, search: bool = True) -> str:
+        """Take a token: the text that is certain now; search: stop strings count in it."""
         if self.stopped:
             return ""
         self._ids.append(token)
@@ -46,6 +49,9 @@ class Text:
             self._broken = 0
             self._ids = self._ids[-CONTEXT_TOKENS:]
             self._known = self._decode(self._ids)
+        if not search:
+            new, self._held = self._held + new, ""
+            return new
         return self._certain(new)
 
     def end(self) -> str:
@@ -68,7 +74,9 @@ class Text:
         found = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
         if found:
             self.stopped, self._held = True, ""
-            return text[: min(found)[1]]
+            end, at = min(found)
+            self.stop = text[at:end]
+            return text[: end if self.keep_stop else at]
         held = max((_beginning(text, stop) for stop in self.stops), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
