@@ -202,6 +202,7 @@ class Engine:
             "cached_pages": 0 if self.tree is None else len(self.tree),
             "steps": self.steps,
             "preemptions": scheduler.preemptions,
+            "swapped_bytes": 0 if scheduler.swap is None else scheduler.swap.used_bytes,
             "admitted_tokens": scheduler.admitted_tokens,
             "cached_tokens": scheduler.cached_tokens,
         }
@@ -298,6 +299,7 @@ class Engine:
             self._weights = weights
             self._version += 1
             self.scheduler.version = self._version
+            self.scheduler.forget_swapped()
             if self.tree is not None:
                 self.tree.clear()
 

@@ -11,7 +11,8 @@ Rank is a number fixed at arrival, lower first, so that two requests never chang
     priority  arrival + aging_s for each level: after that long, a level does not count any more
 
 Without pages for a request that runs, the last in rank gives its own up and waits again: its tokens are
-computed anew, from those of its pages that are still in the prefix tree. Under `priority` a waiting request
+computed anew, from those of its pages that are still in the prefix tree, or, where preemption is by "swap",
+its pages wait in the host's memory (`swap.py`). Under `priority` a waiting request
 takes pages and places from requests of a worse level that are behind it in rank, too. The first in rank is
 never preempted and everything that is admitted fits the pool alone, so there always is progress.
 """
@@ -29,8 +30,11 @@ from hfaccel.lora.adapters import BadAdapter
 from hfaccel.lora.slots import AdapterSlots
 from hfaccel.serve.prefix import PrefixTree
 from hfaccel.serve.requests import Request, State
+from hfaccel.serve.swap import SwapSpace
 
 JOB_TOKENS = 1000  # what weighs as much as aging_s under `sjf`
+
+PREEMPTION = ("recompute", "swap")
 
 POLICIES: dict[str, Callable[[Request, float], float]] = {
     "fcfs": lambda request, aging_s: 0.0,  # then by order
@@ -47,6 +51,8 @@ class Limits:
         token_budget: tokens of a step. max_running: requests that hold pages.
         policy: one of POLICIES. aging_s: see there.
         chunked: prompts are cut where a step's tokens end; else a prompt is one step's, however long.
+        preemption: one of PREEMPTION. swap_bytes: of the host's memory, for "swap"; what is beyond them is
+            computed anew.
     """
 
     token_budget: int = 512
@@ -54,12 +60,16 @@ class Limits:
     policy: str = "fcfs"
     aging_s: float = 10.0
     chunked: bool = True
+    preemption: str = "recompute"
+    swap_bytes: int = 4 << 30
 
     def __post_init__(self):
-        for name in ("token_budget", "max_running"):
+        for name, least in (("token_budget", 1), ("max_running", 1), ("swap_bytes", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise PatchError(f"{name} is a whole number, 1 or more, not {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise PatchError(f"{name} is a whole number, {least} or more, not {value!r}")
+        if self.preemption not in PREEMPTION:
+            raise PatchError(f"preemption {self.preemption!r}; known are {', '.join(PREEMPTION)}")
         if self.policy not in POLICIES:
             raise PatchError(f"policy {self.policy!r}; known are {', '.join(POLICIES)}")
         if not (math.isfinite(self.aging_s) and self.aging_s >= 0):
@@ -101,6 +111,7 @@ class Scheduler:
 
     Attributes:
         version: of the weights; requests admitted under another one leave nothing in the tree.
+        swap: pages of preempted requests, None where they are computed anew.
         cached_tokens, admitted_tokens: found in the tree, of all that were to be computed at admissions.
     """
 
@@ -114,6 +125,7 @@ class Scheduler:
         self.pool, self.tree, self.limits, self.adapters = pool, tree, limits or Limits(), adapters
         self.waiting: list[Request] = []  # by rank
         self.running: list[Request] = []  # by rank
+        self.swap = SwapSpace(pool, self.limits.swap_bytes) if self.limits.preemption == "swap" else None
         self.version: object = None
         self.preemptions = self.cached_tokens = self.admitted_tokens = 0
         self._evictable: int | None = None  # pages of the tree alone, once counted
@@ -130,6 +142,7 @@ class Scheduler:
             if request in queue:
                 queue.remove(request)
         self._release(request, keep)
+        self._forget(request)
 
     def keep(self, request: Request) -> None:
         """Put its full pages into the tree, for others and for itself."""
@@ -138,9 +151,15 @@ class Scheduler:
             self.tree.insert((request.version, request.lora), done, request.sequence)
 
     def preempt_all(self) -> None:
-        """Everything waits; no request holds a page."""
+        """Everything waits; no request holds a page, here or in the host's memory."""
         for request in reversed(list(self.running)):
             self._preempt(request, Step(), keep=False)
+        self.forget_swapped()
+
+    def forget_swapped(self) -> None:
+        """Pages of preempted requests are computed anew: those of former weights would not be right."""
+        if self.swap is not None:
+            self.swap.clear()
 
     # -- one step
 
@@ -201,28 +220,28 @@ class Scheduler:
                     return
             except BadAdapter as error:
                 self.waiting.remove(request)
+                self._forget(request)
                 step.failed.append((request, error))
                 continue
             count = self._count(request, step)
             if not count:  # a whole prompt, beside another one
-                self._withdraw(request, step)
+                self._withdraw(request)
                 return
             step.put(request, count)
+            self._count_in(request)
+            step.begun.append(request)
 
     def _begin(self, request: Request, step: Step) -> bool:
-        """Give a waiting request its sequence and what is cached of it, if it finds a place and pages."""
+        """Give a waiting request its sequence and what is cached or saved of it, if it finds a place and
+        pages."""
         victims = self._victims(request)
         while True:
             if len(self.running) < self.limits.max_running and self._start(request):
                 if self._fits(self._promised(request)):
+                    self._restore(request)
                     self.waiting.remove(request)
                     insort(self.running, request, key=self.rank)
                     request.state = State.RUNNING
-                    step.begun.append(request)
-                    if request.cached_tokens is None:
-                        request.cached_tokens = request.computed
-                    self.cached_tokens += request.computed
-                    self.admitted_tokens += request.length
                     return True
                 self._release(request, keep=False)
             if not victims:
@@ -252,22 +271,47 @@ class Scheduler:
         self._evictable = None
         request.sequence = Sequence(self.pool)
         request.version = self.version
-        if self.tree is None or request.options.whole:
+        saved = None if self.swap is None else self.swap.of(request, self.version)
+        if self.tree is None or (request.options.whole and saved is None):
             return True
         tokens = request.tokens
+        limit = len(tokens) - 1 if saved is None else saved.length
         # The copy of a page that ends in the middle needs a page more than the request has.
         spare = -(-request.most_tokens // self.pool.page_tokens) < self.pool.capacity
         key = (request.version, request.lora)
-        request.sequence.share(*self.tree.match(key, tokens, limit=len(tokens) - 1, partial=spare))
+        partial = spare and saved is None
+        request.sequence.share(*self.tree.match(key, tokens, limit=limit, partial=partial))
         return True
 
-    def _withdraw(self, request: Request, step: Step) -> None:
-        """Take back an admission of this step."""
-        step.begun.remove(request)
-        self.cached_tokens -= request.computed
-        self.admitted_tokens -= request.length
-        if not request.preemptions:
-            request.cached_tokens = None
+    def _restore(self, request: Request) -> None:
+        """Copy what is saved of it into pages that it was promised."""
+        saved = None if self.swap is None else self.swap.of(request, self.version)
+        if saved is None:
+            return
+        short = request.sequence.pages_for(saved.length - request.computed) - self.pool.free_pages
+        if short > 0:
+            self.tree.evict(short)
+        self._evictable = None
+        self.swap.restore(request)
+
+    def _count_in(self, request: Request) -> None:
+        """It is admitted: what it found, of what it had to compute."""
+        found, length = request.computed, request.length
+        saved = None if self.swap is None else self.swap.of(request, self.version)
+        if saved is not None:
+            found, length = saved.found, length - (saved.length - saved.found)
+            self.swap.drop(request)
+        if request.cached_tokens is None:
+            request.cached_tokens = found
+        self.cached_tokens += found
+        self.admitted_tokens += length
+
+    def _forget(self, request: Request) -> None:
+        if self.swap is not None:
+            self.swap.drop(request)
+
+    def _withdraw(self, request: Request) -> None:
+        """Take back what `_begin` did."""
         self.running.remove(request)
         self._release(request, keep=False)
         request.state = State.WAITING
@@ -275,6 +319,8 @@ class Scheduler:
 
     def _preempt(self, request: Request, step: Step, *, keep: bool = True) -> None:
         self.running.remove(request)
+        if keep and self.swap is not None and request.version == self.version:
+            self.swap.save(request)
         self._release(request, keep)
         request.state = State.WAITING
         request.preemptions += 1

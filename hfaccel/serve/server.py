@@ -136,7 +136,7 @@ class Server:
         tokenizer: of transformers, for prompts that are text or messages, and for the text of answers.
         pages, memory_utilization, prefix_cache, lora_slots, lora_max_rank: as `Engine` takes them.
         adapters: PEFT folders by name, as `load_adapter` takes them.
-        policy, token_budget, max_running, aging_s, chunked: as `Limits` takes them.
+        policy, token_budget, max_running, aging_s, chunked, preemption, swap_bytes: as `Limits` takes them.
 
     Options of a request: those of `Options`, and `stop`, a string or strings that end the text before them,
     `keep_special` and `keep_stop` as `Text` takes them, `priority`, `adapter` and `constraint` as `Request`
@@ -159,13 +159,23 @@ class Server:
         max_running: int = 256,
         aging_s: float = 10.0,
         chunked: bool = True,
+        preemption: str = "recompute",
+        swap_bytes: int = 4 << 30,
     ):
         self.tokenizer = tokenizer
         self.engine = Engine(
             model,
             pages=pages,
             memory_utilization=memory_utilization,
-            limits=Limits(token_budget, max_running, policy, aging_s, chunked),
+            limits=Limits(
+                token_budget,
+                max_running,
+                policy,
+                aging_s,
+                chunked,
+                preemption=preemption,
+                swap_bytes=swap_bytes,
+            ),
             prefix_cache=prefix_cache,
             lora_slots=lora_slots,
             lora_max_rank=lora_max_rank,
