@@ -30,9 +30,10 @@ from hfaccel.lora.slots import AdapterSlots
 from hfaccel.runtime.modules import WHOLE_INPUT_ROPE, rope_types, unpackable
 from hfaccel.runtime.runner import Runner
 from hfaccel.serve.budget import budget_of
+from hfaccel.serve.draw import draw, wanted
 from hfaccel.serve.prefix import PrefixTree
 from hfaccel.serve.requests import Refused, Request, State
-from hfaccel.serve.sampling import choose, scores
+from hfaccel.serve.sampling import scores
 from hfaccel.serve.scheduler import Limits, Scheduler, Step
 
 log = logging.getLogger("hfaccel")
@@ -102,6 +103,9 @@ class Engine:
         self.steps = 0
         self._positions = position_limit(model)
         self._vocab = _vocabulary(model)
+        self._most_candidates = min(
+            self._vocab, getattr(model.get_output_embeddings(), "out_features", self._vocab)
+        )
         self._order = itertools.count()
         self._submitted: deque[Request] = deque()
         self._cancelled: deque[Request] = deque()
@@ -340,16 +344,19 @@ class Engine:
         inputs = [torch.tensor(x, dtype=torch.long, device=device) for x in (ids, positions, asked)]
         sequences, counts = [r.sequence for r in chunks], list(chunks.values())
         adapters = [slots[request] for request in chunks]
+        drawn = [n for n, request in enumerate(ready) if not request.plain]
+        top = min(max([1, *(wanted(ready[n]) for n in drawn)]), self._most_candidates)
         if asked and hasattr(self.runner.executor, "best"):
             rows = {"counts": counts, "rows": inputs[2], "adapters": adapters}
-            _, best, logits = self.runner.candidates(*inputs[:2], sequences, 1, **rows)
+            values, ids, logits = self.runner.candidates(*inputs[:2], sequences, top, **rows)
         else:
             logits = self.runner.step(*inputs[:2], sequences, counts, inputs[2], adapters=adapters)
-            best = logits.argmax(-1, keepdim=True) if asked else logits
-        found: list[int | Exception] = best[: len(ready), 0].tolist() if ready else []
-        drawn = [n for n, request in enumerate(ready) if not request.plain]
-        for n, row in zip(drawn, logits[drawn].cpu() if drawn else (), strict=True):
-            found[n] = _chosen(row, ready[n])
+            values, ids = _best(logits[: len(ready)], top)
+        found: list[int | Exception] = ids[: len(ready), 0].tolist()
+        if drawn:
+            values, ids = values.cpu().numpy(), ids.cpu().numpy()
+        for n in drawn:
+            found[n] = _drawn(logits[n], ready[n], values[n], ids[n])
         self._score(logits, ready, found)
         self._score_prompts(logits[len(ready) :], prompts)
         return list(zip(ready, found, strict=True))
@@ -503,8 +510,19 @@ def _vocabulary(model: nn.Module) -> int:
     return getattr(embedding, "num_embeddings", None) or embedding.weight.shape[0]
 
 
-def _chosen(row: torch.Tensor, request: Request) -> int | Exception:
+def _best(logits: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `top` largest logits of each row, fp32, and their ids, as `Runner.candidates` has them."""
+    if top == 1:
+        values, ids = logits.max(-1, keepdim=True)
+        return values.float(), ids
+    values, ids = logits.float().topk(top, dim=-1)
+    ids, order = ids.sort(-1)  # equal ones by id
+    values, again = values.gather(-1, order).sort(-1, descending=True, stable=True)
+    return values, ids.gather(-1, again)
+
+
+def _drawn(row: torch.Tensor, request: Request, values, ids) -> int | Exception:
     try:
-        return choose(row, request)
+        return draw(row, request, values, ids)
     except Exception as error:
         return error

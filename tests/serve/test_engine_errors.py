@@ -59,12 +59,13 @@ def test_an_error_of_a_listener_or_of_its_logits_is_its_own(llama, monkeypatch):
     bad = Request(prompts[0], Options(max_new_tokens=6), listener=broken)
     cursed = Request(prompts[1], Options(max_new_tokens=6, temperature=1.0, seed=0))
     good = Request(prompts[2], Options(max_new_tokens=6))
-    real = module.choose
+    real = module.draw
 
-    def choose(row, request):
-        return real(row * float("nan") if request is cursed else row, request)
+    def draw(row, request, values, ids):
+        broken = float("nan") if request is cursed else 1.0
+        return real(row * broken, request, values * broken, ids)
 
-    monkeypatch.setattr(module, "choose", choose)
+    monkeypatch.setattr(module, "draw", draw)
     run(engine, bad, cursed, good)
     assert bad.state is cursed.state is State.FAILED
     assert isinstance(bad.error, ZeroDivisionError) and len(bad.output) == 2
@@ -94,7 +95,7 @@ def test_a_step_that_only_preempts_is_no_error(llama, monkeypatch):
 def test_a_token_without_an_embedding_fails_its_request_alone(llama, monkeypatch):
     from hfaccel.serve import engine as module
 
-    monkeypatch.setattr(module, "choose", lambda row, request: 256)
+    monkeypatch.setattr(module, "draw", lambda row, request, values, ids: 256)
     engine = Engine(llama, pages=50)
     odd = Request(prompt_of(4, 1), Options(max_new_tokens=4, temperature=1.0))
     good = Request(prompt_of(4, 2), Options(max_new_tokens=4))
