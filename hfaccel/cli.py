@@ -15,6 +15,7 @@ import typer
 from hfaccel.commands.bench import bench
 from hfaccel.commands.evaluate import evaluate
 from hfaccel.commands.export import export
+from hfaccel.commands.serve import serve
 from hfaccel.commands.terminal import (
     AsJson,
     Model,
@@ -225,6 +226,7 @@ def report(
 app.command("eval")(evaluate)
 app.command()(bench)
 app.command()(export)
+app.command()(serve)
 
 
 @app.command()

@@ -343,6 +343,11 @@ class Server:
         finally:
             self.engine.close()
 
+    @property
+    def alive(self) -> bool:
+        """Whether its thread runs: else nothing is answered any more."""
+        return self._thread.is_alive() and not self._closing
+
     def stats(self) -> dict[str, int]:
         """As `Engine.stats`."""
         return self.engine.stats()

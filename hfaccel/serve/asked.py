@@ -1,0 +1,157 @@
+"""What a request's fields ask of the engine: prompts, options, and the form of the reply."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hfaccel.serve.answers import Answers
+from hfaccel.serve.errors import ApiError
+from hfaccel.serve.protocol import ChatRequest, CompletionRequest, Generation, Message
+from hfaccel.serve.replies import ChatForm, CompletionForm, Form
+from hfaccel.serve.service import Service
+
+# What the fields of a request are called in `Options`, where they are given.
+OPTIONS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "seed": "seed",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "stop_token_ids": "stop_ids",
+    "ignore_eos": "ignore_eos",
+    "min_tokens": "min_tokens",
+    "priority": "priority",
+}
+
+
+@dataclass
+class Asked:
+    """Prompts, how many answers of each and how; `field` is where prompts came from."""
+
+    prompts: list[list[int]]
+    n: int
+    options: list[dict[str, Any]]
+    form: Callable[[Answers], Form]
+    field: str = "prompt"
+
+
+def options_of(service: Service, body: Generation) -> dict[str, Any]:
+    """Options that are alike for all prompts; the model's own defaults where a field is not given."""
+    found = dict(service.defaults)
+    for field, option in OPTIONS.items():
+        if (value := getattr(body, field)) is not None:
+            found[option] = value
+    if body.top_k is not None:
+        found["top_k"] = max(body.top_k, 0)
+    if body.logit_bias:
+        found["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
+    if body.stop:
+        found["stop"] = body.stop
+    if service.tokenizer is not None:
+        found["keep_special"] = not body.skip_special_tokens
+        found["keep_stop"] = body.include_stop_str_in_output
+    adapter = service.adapter_of(body.model)
+    return found if adapter is None else found | {"adapter": adapter}
+
+
+def _limited(service: Service, prompt: list[int], common: dict[str, Any], asked: int | None, **how) -> dict:
+    room = service.room(prompt, asked, **how)
+    if common.get("min_tokens", 0) > max(room, 1):
+        raise ApiError(
+            400, f"min_tokens {common['min_tokens']} is more than max_tokens {room}", param="min_tokens"
+        )
+    return common | {"max_new_tokens": max(room, 1)}
+
+
+async def completion_of(service: Service, body: CompletionRequest) -> Asked:
+    """Raises: ApiError, as the functions below."""
+    common = options_of(service, body)
+    prompts = [await service.ids_of(text, special=body.add_special_tokens) for text in body.prompt]
+    dropped = body.max_tokens == 0 and body.echo
+    options = [
+        _limited(service, prompt, common, body.max_tokens, field="max_tokens", least=0 if dropped else 1)
+        for prompt in prompts
+    ]
+    n = body.best_of or body.n
+    scored = body.logprobs is not None
+    if (scored or n > body.n) and service.pieces is None:
+        raise ApiError(400, "the server has no tokenizer to name tokens", param="logprobs")
+    for own in options:
+        if scored or n > body.n:
+            own["logprobs"] = body.logprobs or 0
+        if scored and body.echo:
+            own["prompt_logprobs"] = body.logprobs
+    echoes = None
+    if body.echo:
+        texts = [
+            given if isinstance(given, str) else service.tokenizer.decode(given) for given in body.prompt
+        ]
+        echoes = [text for text in texts for _ in range(n)]
+
+    def form(answers: Answers) -> Form:
+        return CompletionForm(
+            answers,
+            body.model,
+            service.pieces,
+            with_usage=_with_usage(body),
+            echoes=echoes,
+            scored=scored,
+            dropped=dropped,
+            best_of=n,
+            n=body.n,
+        )
+
+    return Asked(prompts, n, options, form)
+
+
+async def chat_of(service: Service, body: ChatRequest) -> Asked:
+    """Raises: ApiError."""
+    common = options_of(service, body)
+    how: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    if taken := how.keys() & {"tools", "conversation", "tokenize", "return_dict", "return_tensors"}:
+        raise ApiError(400, f"chat_template_kwargs has {min(taken)!r}", param="chat_template_kwargs")
+    if body.reasoning_effort is not None:
+        how.setdefault("reasoning_effort", body.reasoning_effort)
+    how["add_generation_prompt"] = body.add_generation_prompt
+    how["continue_final_message"] = body.continue_final_message
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    messages = [told(message) for message in body.messages]
+    prompt = await service.ids_of_messages(messages, tools or None, **how)
+    field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    options = _limited(service, prompt, common, body.limit, field=field)
+    if body.logprobs:
+        options["logprobs"] = body.top_logprobs or 0
+
+    def form(answers: Answers) -> Form:
+        return ChatForm(
+            answers, body.model, service.pieces, with_usage=_with_usage(body), scored=bool(body.logprobs)
+        )
+
+    return Asked([prompt], body.n, [options], form, "messages")
+
+
+def told(message: Message) -> dict[str, Any]:
+    """A message as chat templates expect it: content is text, a call's arguments are an object."""
+    found = message.model_dump(exclude_none=True)
+    if message.role == "developer":
+        found["role"] = "system"
+    if isinstance(message.content, list):
+        found["content"] = "\n".join(part.text for part in message.content)
+    for call in found.get("tool_calls", ()):
+        given = call["function"].get("arguments")
+        try:
+            call["function"]["arguments"] = json.loads(given) if given else {}
+        except ValueError:
+            raise ApiError(
+                400, f"the arguments of call {call['id']!r} are no JSON", param="messages"
+            ) from None
+    return found
+
+
+def _with_usage(body: Generation) -> bool:
+    return bool(body.stream_options and body.stream_options.include_usage)

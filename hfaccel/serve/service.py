@@ -1,0 +1,307 @@
+"""What the endpoints share: the server's models and limits, who may come in, how it is, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hfaccel.serve.answers import SHARED_PAGES, Answers, Choice, Post
+from hfaccel.serve.engine import CONTEXT_TOKENS
+from hfaccel.serve.errors import ApiError
+from hfaccel.serve.metrics import Metrics
+from hfaccel.serve.pieces import Pieces
+from hfaccel.serve.server import Server
+
+log = logging.getLogger("hfaccel.serve")
+
+INLINE_CHARACTERS = 4096  # of a text that is tokenized in the loop's own thread: under a millisecond
+GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+RATE_S = 30.0  # over which the rate of finishing is taken, for Retry-After
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What one client may cost the others.
+
+    Args:
+        max_queue: requests that wait beyond those that run; more are told to come again.
+        request_timeout_s: from a request's arrival to its last token. send_timeout_s: for a client to take a
+            piece of a stream. body_timeout_s: to send a request. max_body_bytes: of a request.
+        stall_s: without a step while there is work: the engine is taken for stuck.
+    """
+
+    max_queue: int = 256
+    request_timeout_s: float = 600.0
+    send_timeout_s: float = 30.0
+    body_timeout_s: float = 30.0
+    max_body_bytes: int = 8 << 20
+    stall_s: float = 60.0
+
+
+class Service:
+    """One model behind HTTP.
+
+    Args:
+        model_name: what requests call the base. lora_dir: the folder of adapters that may be loaded.
+    Attributes: draining: nothing new is taken.
+    """
+
+    def __init__(
+        self, server: Server, model_name: str, bounds: Bounds | None = None, lora_dir: Path | None = None
+    ):
+        self.server, self.model_name, self.bounds = server, model_name, bounds or Bounds()
+        self.lora_dir = None if lora_dir is None else Path(lora_dir).resolve()
+        self.started = int(time.time())
+        engine = server.engine
+        self.page_tokens = engine.pool.page_tokens
+        config = engine.model.config.get_text_config(decoder=True)
+        context = getattr(config, "max_position_embeddings", None) or CONTEXT_TOKENS
+        self.max_tokens = min(context, engine.pool.capacity * self.page_tokens)
+        self.most = engine.limits.max_running + self.bounds.max_queue
+        self.tokenizer = copy.deepcopy(server.tokenizer)  # the engine's thread decodes with the other one
+        self.pieces = Pieces(self.tokenizer) if self.tokenizer is not None else None
+        generation = engine.model.generation_config
+        found = {name: getattr(generation, name, None) for name in GENERATION_DEFAULTS}
+        self.defaults = {"temperature": 1.0} | {k: v for k, v in found.items() if v is not None}
+        self.metrics = Metrics(model_name, server.stats, lambda: sorted(server.adapters()))
+        self.draining = False
+        self._held = 0
+        self._live: set[Answers] = set()
+        self._finished: deque[float] = deque(maxlen=256)
+        self._texts = ThreadPoolExecutor(1, "hfaccel-tokenizer")
+        self._post: Post | None = None
+        self._steps, self._moved_s = -1, time.monotonic()
+
+    # -- names
+
+    def adapter_of(self, model: str) -> str | None:
+        """The adapter that a request's model names, None for the base. Raises: ApiError 404."""
+        if model == self.model_name:
+            return None
+        known = self.server.adapters()
+        if model in known:
+            return model
+        names = ", ".join([self.model_name, *sorted(known)])
+        raise ApiError(
+            404,
+            f"the model {model!r} does not exist; there are {names}",
+            param="model",
+            code="model_not_found",
+        )
+
+    def adapter_path(self, path: str) -> Path:
+        """A folder that a client may load. Raises: ApiError."""
+        if self.lora_dir is None:
+            raise ApiError(403, "no adapter can be loaded: the server was started without --lora-dir")
+        if "\0" in path:
+            raise ApiError(400, "lora_path is no path", param="lora_path")
+        found = (self.lora_dir / path).resolve()
+        if not found.is_relative_to(self.lora_dir) or found == self.lora_dir:
+            raise ApiError(400, "lora_path is not inside of --lora-dir", param="lora_path")
+        if not found.is_dir():
+            raise ApiError(404, "lora_path is no folder in --lora-dir", param="lora_path")
+        return found
+
+    # -- texts
+
+    async def ids_of(
+        self, text: str | list[int], *, special: bool = True, param: str = "prompt"
+    ) -> list[int]:
+        """Token ids of a prompt. Raises: ApiError."""
+        if not isinstance(text, str):
+            return text
+        tokenizer = self._tokenizer(param)
+
+        def encode() -> list[int]:
+            return tokenizer(text, add_special_tokens=special)["input_ids"]
+
+        ids = await self._apart(encode, len(text))
+        if not ids:
+            raise ApiError(400, f"{param} has no tokens", param=param)
+        return ids
+
+    async def ids_of_messages(
+        self, messages: Sequence[Mapping[str, Any]], tools=None, **how: Any
+    ) -> list[int]:
+        """Token ids of a conversation by the tokenizer's chat template. Raises: ApiError."""
+        tokenizer = self._tokenizer("messages")
+        if not getattr(tokenizer, "chat_template", None):
+            raise ApiError(400, "the model has no chat template: use /v1/completions", param="messages")
+
+        def encode() -> list[int]:
+            made = tokenizer.apply_chat_template(list(messages), tools=tools, return_dict=True, **how)
+            return made["input_ids"]
+
+        try:
+            return await self._apart(encode, sum(len(str(m.get("content"))) for m in messages))
+        except Exception as why:  # whatever a template raises is about the messages
+            raise ApiError(400, f"the chat template refuses these messages: {why}", param="messages") from why
+
+    async def _apart(self, work, characters: int):
+        if characters <= INLINE_CHARACTERS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._texts, work)
+
+    def _tokenizer(self, param: str):
+        if self.tokenizer is None:
+            raise ApiError(400, "the server has no tokenizer: give token ids", param=param)
+        return self.tokenizer
+
+    def room(self, prompt: list[int], asked: int | None, field: str, least: int = 1) -> int:
+        """How many tokens may follow a prompt; more than that are not given. Raises: ApiError."""
+        if asked is not None and asked < least:
+            raise ApiError(400, f"{field} is {least} or more, not {asked}", param=field)
+        left = self.max_tokens - len(prompt)
+        if left < max(least, 0) or left < 0:
+            raise ApiError(
+                400,
+                f"this model's maximum context length is {self.max_tokens} tokens, but the prompt has "
+                f"{len(prompt)} tokens: shorten it",
+                param="messages" if field.startswith("max_completion") else "prompt",
+                code="context_length_exceeded",
+            )
+        return left if asked is None else min(asked, left)
+
+    # -- requests
+
+    def begin(self, choices: list[Choice], record: dict[str, Any], prompt_field: str = "prompt") -> Answers:
+        """Take choices in and open them. record: what the log says of the request.
+
+        Raises: ApiError, with none of them open.
+        """
+        self._admit(len(choices))
+        if self._post is None:
+            self._post = Post(asyncio.get_running_loop())
+        answers = Answers(self.server, self._post, choices, lambda one: self._end(one, record))
+        answers.prompt_field = prompt_field
+        self._held += len(choices)
+        self._live.add(answers)
+        answers.deadline = asyncio.get_running_loop().call_later(
+            self.bounds.request_timeout_s, answers.fail, self._late()
+        )
+        answers.start()
+        return answers
+
+    @property
+    def shared_tokens(self) -> int:
+        """Prompts from this length on are computed once for all their choices."""
+        return SHARED_PAGES * self.page_tokens if self.server.engine.tree is not None else 1 << 62
+
+    def _late(self) -> ApiError:
+        return ApiError(
+            504, f"the request took longer than {self.bounds.request_timeout_s:g} s", code="request_timeout"
+        )
+
+    def _admit(self, count: int) -> None:
+        if self.draining:
+            raise going_down()
+        if (state := self.state()) != "ok":
+            raise ApiError(503, f"the engine is {state}", code="engine_unavailable")
+        if count > self.most:
+            raise ApiError(400, f"{count} answers at once; this server takes {self.most}", param="n")
+        waiting = len(self.server.engine.scheduler.waiting)
+        full = waiting >= self.bounds.max_queue > 0 or self._held + count > self.most
+        if full:
+            raise ApiError(
+                429,
+                f"{self._held} requests are under way and the queue of {self.bounds.max_queue} is full",
+                code="queue_full",
+                headers={"retry-after": str(self._retry_after())},
+            )
+
+    def _retry_after(self) -> int:
+        """Seconds until what waits now is probably served."""
+        now = time.monotonic()
+        recent = sum(now - at < RATE_S for at in self._finished)
+        waiting = max(1, self._held - self.server.engine.limits.max_running)
+        return 1 if not recent else max(1, min(60, math.ceil(waiting * RATE_S / recent / 10)))
+
+    def _end(self, answers: Answers, record: dict[str, Any]) -> None:
+        answers.deadline.cancel()
+        self._live.discard(answers)
+        self._held -= len(answers.choices)
+        tokens = 0
+        for choice in answers.choices:
+            request = None if choice.opened is None else choice.opened.request
+            if request is not None:
+                tokens += len(request.output)
+            if choice.answer is None:
+                continue
+            self._finished.append(time.monotonic())
+            queue_s = None if request.began is None else request.began - request.arrival
+            last_s = choice.last_s or time.perf_counter()
+            first_s = (choice.first_s or last_s) - choice.began_s
+            total_s = last_s - choice.began_s
+            self.metrics.finished(choice.answer, first_s=first_s, total_s=total_s, queue_s=queue_s)
+        self.metrics.answer_tokens.inc(tokens)
+        firsts = [choice.first_s for choice in answers.choices if choice.first_s is not None]
+        reasons = sorted({choice.answer.finish_reason for choice in answers.choices if choice.answer})
+        said = record | {
+            "status": 200 if answers.error is None else answers.error.status,
+            "finish": ",".join(reasons) or None,
+            "error": None if answers.error is None else answers.error.code or answers.error.message,
+            "prompt_tokens": sum(len(c.prompt) for c in answers.choices if c.follows is None),
+            "cached_tokens": sum(c.answer.cached_tokens for c in answers.choices if c.answer),
+            "completion_tokens": tokens,
+            "first_ms": round(1e3 * (min(firsts) - answers.began_s), 1) if firsts else None,
+            "total_ms": round(1e3 * (time.perf_counter() - answers.began_s), 1),
+        }
+        tell("request", **{key: value for key, value in said.items() if value is not None})
+
+    # -- how it is
+
+    def state(self) -> str:
+        """ "ok", "dead" or "stuck"."""
+        if not self.server.alive:
+            return "dead"
+        engine, now = self.server.engine, time.monotonic()
+        if engine.steps != self._steps or not engine.busy:
+            self._steps, self._moved_s = engine.steps, now
+        return "stuck" if now - self._moved_s > self.bounds.stall_s else "ok"
+
+    async def watch(self) -> None:
+        """Look at the engine once a second, so that `state` knows since when it stands still."""
+        before = "ok"
+        while True:
+            now = self.state()
+            if now != before:
+                tell("engine", state=now, level=logging.ERROR if now != "ok" else logging.WARNING)
+                before = now
+            await asyncio.sleep(min(1.0, self.bounds.stall_s / 4))
+
+    def drain(self) -> None:
+        """Take nothing new in."""
+        self.draining = True
+
+    def expire(self) -> None:
+        """End what is still under way, with an error that says why."""
+        for answers in list(self._live):
+            answers.fail(going_down())
+
+    def close(self) -> None:
+        self.expire()
+        self._texts.shutdown(wait=False, cancel_futures=True)
+
+
+def going_down() -> ApiError:
+    return ApiError(
+        503,
+        "the server is shutting down",
+        code="shutting_down",
+        headers={"retry-after": "5", "connection": "close"},
+    )
+
+
+def tell(event: str, *, level: int = logging.INFO, **fields: Any) -> None:
+    """A line of JSON in the log; never a prompt or an answer."""
+    log.log(level, "%s", json.dumps({"event": event, **fields}))
