@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hfaccel.quant.smoothquant import SmoothQuant
     from hfaccel.recipe import PatchConfig
     from hfaccel.samples import CalibrationData
+    from hfaccel.serve.server import Server
     from hfaccel.source import from_pretrained
 
 __version__ = "0.1.0"
@@ -46,6 +47,7 @@ _PUBLIC = {  # name -> module, imported on use: `import hfaccel` stays quick
     "CalibrationData": "hfaccel.samples",
     "Head": "hfaccel.quant.head",
     "KVCache": "hfaccel.cache.quantized",
+    "Server": "hfaccel.serve.server",
 }
 __all__ = [
     "AWQ",
@@ -59,6 +61,7 @@ __all__ = [
     "PatchConfig",
     "PatchError",
     "RTN",
+    "Server",
     "SmoothQuant",
     "__version__",
     "demo_model",
