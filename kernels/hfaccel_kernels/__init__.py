@@ -6,4 +6,5 @@ OPS = {
     "plain_linear": "hfaccel_kernels.qlinear:plain_linear",
     "cache_write": "hfaccel_kernels.pages:cache_write",
     "paged_attention": "hfaccel_kernels.paged:paged_attention",
+    "lora_add": "hfaccel_kernels.lora:lora_add",
 }
