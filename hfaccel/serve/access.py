@@ -12,7 +12,7 @@ from typing import Any
 from hfaccel.serve.errors import ApiError, Gone
 from hfaccel.serve.service import Service, going_down
 
-OPEN = ("/health", "/metrics", "/version")  # without a key, and while the server goes down
+OPEN = ("/", "/health", "/metrics", "/version")  # without a key, and while the server goes down
 ID_CHARACTERS = 64
 SWALLOWED_BYTES, SWALLOWING_S = 64 << 20, 2.0  # of a body that is refused: who is sending can read why
 
@@ -53,7 +53,7 @@ class Access:
         except ApiError as error:
             if started:
                 raise
-            self.service.metrics.failed(error.status, error.code)
+            self.service.refused(scope["path"], name, error)
             await respond(error, sending)
 
     def _let_in(self, path: str, headers: dict[bytes, bytes]) -> None:

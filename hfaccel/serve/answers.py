@@ -62,12 +62,16 @@ class Answers:
 
     Args:
         ended: called once with this when all is over, whatever the outcome.
+        prompt_field: where the prompts came from, for errors.
     Attributes:
         error: what ended them before their time.
     """
 
-    def __init__(self, server: Server, post: Post, choices: list[Choice], ended=None):
+    def __init__(
+        self, server: Server, post: Post, choices: list[Choice], ended=None, prompt_field: str = "prompt"
+    ):
         self.server, self.post, self.choices, self.ended = server, post, choices, ended
+        self.prompt_field = prompt_field
         self.error: ApiError | None = None
         self.began_s = time.perf_counter()
         self._parts: list[tuple[Choice, Part]] = []
@@ -81,10 +85,9 @@ class Answers:
                 if choice.follows is None:
                     self._open(choice)
         except Refused as error:
+            self.error = of_refusal(error, prompt=self.prompt_field)
             self.close()
-            raise of_refusal(error, prompt=self.prompt_field) from error
-
-    prompt_field = "prompt"
+            raise self.error from error
 
     def fail(self, error: ApiError) -> None:
         """End them all; whoever takes parts is told why."""

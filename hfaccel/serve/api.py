@@ -26,6 +26,7 @@ from hfaccel.serve.answers import choices_of
 from hfaccel.serve.asked import chat_of, completion_of
 from hfaccel.serve.errors import ApiError, of_validation
 from hfaccel.serve.metrics import CONTENT_TYPE
+from hfaccel.serve.page import index
 from hfaccel.serve.server import Server
 from hfaccel.serve.service import Bounds, Service, tell
 from hfaccel.serve.streaming import EventStream, watched
@@ -64,17 +65,17 @@ def create_app(
 
     app = FastAPI(title="hfaccel", version=version("hfaccel"), lifespan=lifespan)
 
-    def failed(error: ApiError) -> JSONResponse:
-        service.metrics.failed(error.status, error.code)
+    def failed(request: Request, error: ApiError) -> JSONResponse:
+        service.refused(request.url.path, request.state.request_id, error)
         return JSONResponse(error.body, error.status, error.headers)
 
     @app.exception_handler(ApiError)
     async def _refused(request: Request, error: ApiError):
-        return failed(error)
+        return failed(request, error)
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError):
-        return failed(of_validation(list(error.errors())))
+        return failed(request, of_validation(list(error.errors())))
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException):
@@ -83,18 +84,16 @@ def create_app(
             405: f"{request.url.path} does not take {request.method}",
         }
         message = said.get(error.status_code, str(error.detail))
-        return failed(ApiError(error.status_code, message, headers=error.headers))
+        return failed(request, ApiError(error.status_code, message, headers=error.headers))
 
     @app.exception_handler(Exception)
     async def _broken(request: Request, error: Exception):
-        return failed(ApiError(500, f"the server failed: {type(error).__name__}"))
+        return failed(request, ApiError(500, f"the server failed: {type(error).__name__}"))
 
     _generation(app, service)
     _models(app, service)
     _operation(app, service)
-    access = Access(app, service, api_keys)
-    access.service = service
-    return access
+    return Access(app, service, api_keys)
 
 
 def _record(request: Request, body: Any, prompts: Any, answers: int) -> dict[str, Any]:
@@ -143,7 +142,7 @@ def _generation(app: FastAPI, service: Service) -> None:
             await service.ids_of(text, special=body.add_special_tokens, param="input") for text in body.input
         ]
         for prompt in prompts:
-            service.room(prompt, None, "input", least=0)
+            service.room(prompt, None, "input", source="input", least=0)
         options = {"embed": True, "max_new_tokens": 1, "priority": body.priority}
         options |= {} if adapter is None else {"adapter": adapter}
         choices = choices_of(prompts, 1, options, service.shared_tokens)
@@ -212,6 +211,12 @@ def _models(app: FastAPI, service: Service) -> None:
 
 
 def _operation(app: FastAPI, service: Service) -> None:
+    page, page_headers = index()
+
+    @app.get("/", include_in_schema=False)
+    async def show_page():
+        return Response(page, headers=page_headers)
+
     @app.get("/health")
     async def health():
         state = "draining" if service.draining else service.state()

@@ -123,7 +123,7 @@ async def chat_of(service: Service, body: ChatRequest) -> Asked:
     messages = [told(message) for message in body.messages]
     prompt = await service.ids_of_messages(messages, tools or None, **how)
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    options = _limited(service, prompt, common, body.limit, field=field)
+    options = _limited(service, prompt, common, body.limit, field=field, source="messages")
     if body.logprobs:
         options["logprobs"] = body.top_logprobs or 0
 

@@ -73,9 +73,10 @@ class Service:
         generation = engine.model.generation_config
         found = {name: getattr(generation, name, None) for name in GENERATION_DEFAULTS}
         self.defaults = {"temperature": 1.0} | {k: v for k, v in found.items() if v is not None}
-        self.metrics = Metrics(model_name, server.stats, lambda: sorted(server.adapters()))
+        self.metrics = Metrics(model_name, self._stats, lambda: sorted(server.adapters()))
         self.draining = False
         self._held = 0
+        self._answered_tokens = 0  # of requests that are over
         self._live: set[Answers] = set()
         self._finished: deque[float] = deque(maxlen=256)
         self._texts = ThreadPoolExecutor(1, "hfaccel-tokenizer")
@@ -157,17 +158,24 @@ class Service:
             raise ApiError(400, "the server has no tokenizer: give token ids", param=param)
         return self.tokenizer
 
-    def room(self, prompt: list[int], asked: int | None, field: str, least: int = 1) -> int:
-        """How many tokens may follow a prompt; more than that are not given. Raises: ApiError."""
+    def room(
+        self, prompt: list[int], asked: int | None, field: str, *, source: str = "prompt", least: int = 1
+    ) -> int:
+        """How many tokens may follow a prompt; more than that are not given.
+
+        Args:
+            field: that asked for them. source: the field of the prompt. least: that must have room.
+        Raises: ApiError.
+        """
         if asked is not None and asked < least:
             raise ApiError(400, f"{field} is {least} or more, not {asked}", param=field)
         left = self.max_tokens - len(prompt)
-        if left < max(least, 0) or left < 0:
+        if left < least:
             raise ApiError(
                 400,
                 f"this model's maximum context length is {self.max_tokens} tokens, but the prompt has "
                 f"{len(prompt)} tokens: shorten it",
-                param="messages" if field.startswith("max_completion") else "prompt",
+                param=source,
                 code="context_length_exceeded",
             )
         return left if asked is None else min(asked, left)
@@ -182,8 +190,7 @@ class Service:
         self._admit(len(choices))
         if self._post is None:
             self._post = Post(asyncio.get_running_loop())
-        answers = Answers(self.server, self._post, choices, lambda one: self._end(one, record))
-        answers.prompt_field = prompt_field
+        answers = Answers(self.server, self._post, choices, lambda one: self._end(one, record), prompt_field)
         self._held += len(choices)
         self._live.add(answers)
         answers.deadline = asyncio.get_running_loop().call_later(
@@ -243,20 +250,32 @@ class Service:
             first_s = (choice.first_s or last_s) - choice.began_s
             total_s = last_s - choice.began_s
             self.metrics.finished(choice.answer, first_s=first_s, total_s=total_s, queue_s=queue_s)
-        self.metrics.answer_tokens.inc(tokens)
+        self._answered_tokens += tokens
         firsts = [choice.first_s for choice in answers.choices if choice.first_s is not None]
         reasons = sorted({choice.answer.finish_reason for choice in answers.choices if choice.answer})
         said = record | {
             "status": 200 if answers.error is None else answers.error.status,
             "finish": ",".join(reasons) or None,
             "error": None if answers.error is None else answers.error.code or answers.error.message,
-            "prompt_tokens": sum(len(c.prompt) for c in answers.choices if c.follows is None),
+            "prompt_tokens": sum(map(len, {id(c.prompt): c.prompt for c in answers.choices}.values())),
             "cached_tokens": sum(c.answer.cached_tokens for c in answers.choices if c.answer),
             "completion_tokens": tokens,
             "first_ms": round(1e3 * (min(firsts) - answers.began_s), 1) if firsts else None,
             "total_ms": round(1e3 * (time.perf_counter() - answers.began_s), 1),
         }
         tell("request", **{key: value for key, value in said.items() if value is not None})
+
+    def refused(self, path: str, name: str, error: ApiError) -> None:
+        """Count and log what got an error in place of an answer."""
+        self.metrics.failed(error.status, error.code)
+        said = {"status": error.status, "code": error.code, "param": error.param}
+        tell("refused", id=name, path=path[:200], **{k: v for k, v in said.items() if v is not None})
+
+    def _stats(self) -> dict[str, Any]:
+        choices = [choice for answers in self._live for choice in answers.choices if choice.opened]
+        tokens = self._answered_tokens + sum(len(choice.opened.request.output) for choice in choices)
+        more = {"lora_slots": self.server.engine.slots.count, "answer_tokens": tokens}
+        return {**self.server.stats(), **more}
 
     # -- how it is
 
