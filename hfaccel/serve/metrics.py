@@ -46,7 +46,6 @@ class Metrics:
         self.prompt_length = histogram("vllm:request_prompt_tokens", "Of a request.", LENGTHS)
         self.answer_length = histogram("vllm:request_generation_tokens", "Of a request.", LENGTHS)
         self.prompt_tokens = counter("vllm:prompt_tokens", "Of requests that are over.")
-        self.answer_tokens = counter("vllm:generation_tokens", "Given out.")
         self.succeeded = counter("vllm:request_success", "Requests by how they ended.", "finished_reason")
         self.errors = counter("hfaccel:request_errors", "Refused and failed HTTP requests.", "status", "code")
         self.loads = counter("hfaccel:adapter_loads", "Adapters that were loaded by request.")
@@ -106,6 +105,7 @@ class _Engine:
             "vllm:prefix_cache_queries", "Tokens looked for in the cache.", stats["admitted_tokens"]
         )
         yield counter("vllm:prefix_cache_hits", "Tokens found in the cache.", stats["cached_tokens"])
+        yield counter("vllm:generation_tokens", "Given out.", stats["answer_tokens"])
         yield counter("hfaccel:engine_steps", "Steps of the engine.", stats["steps"])
         names = self.metrics.adapters()
         lora = GaugeMetricFamily(
