@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from hfaccel.commands.bench import bench
+from hfaccel.commands.bench_serve import bench_serve
 from hfaccel.commands.evaluate import evaluate
 from hfaccel.commands.export import export
 from hfaccel.commands.serve import serve
@@ -225,6 +226,7 @@ def report(
 
 app.command("eval")(evaluate)
 app.command()(bench)
+app.command("bench-serve")(bench_serve)
 app.command()(export)
 app.command()(serve)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Collection
 from typing import Annotated, Any
 
 import typer
@@ -22,17 +23,21 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write over what th
 PeerPython = Annotated[list[str] | None, typer.Option(help="NAME=PATH of the python that has the peer.")]
 
 
-def peer_pythons(pairs: list[str] | None) -> dict[str, str]:
-    """Peer -> path of what `--peer-python` was given. Raises: typer.BadParameter, also for no such python."""
+def peer_pythons(pairs: list[str] | None, peers: Collection[str] | None = None) -> dict[str, str]:
+    """Peer -> path of what `--peer-python` was given; peers: those of `hfaccel bench` without them.
+
+    Raises: typer.BadParameter, also for no such python.
+    """
     from hfaccel.measure.bench import PEERS
 
+    known = PEERS if peers is None else peers
     found = {}
     for pair in pairs or []:
         name, given, path = pair.partition("=")
         if not given:
             raise typer.BadParameter(f"--peer-python {pair!r} is not NAME=PATH")
-        if name not in PEERS:
-            raise typer.BadParameter(f"--peer-python {pair!r}: peers are {', '.join(PEERS)}")
+        if name not in known:
+            raise typer.BadParameter(f"--peer-python {pair!r}: peers are {', '.join(known)}")
         if shutil.which(path) is None:  # as files are found that are run
             raise typer.BadParameter(f"--peer-python {pair!r}: {path!r} is no file that can be run")
         found[name] = path

@@ -1,6 +1,9 @@
-"""transformers as it comes: `variant` is the dtype (bf16 or fp32)."""
+"""transformers as it comes: `variant` is the dtype (bf16 or fp32). Served, it is its continuous batching."""
 
+import threading
 import time
+
+MEMORY_SHARE = 0.3  # of what is free, for its pages: its own choice is 0.9, beside which no other peer fits
 
 
 class First:
@@ -71,3 +74,43 @@ def runner(model):
         return first, time.perf_counter() - start
 
     return run
+
+
+def server(spec):
+    from transformers import ContinuousBatchingConfig
+
+    model, info = loaded(spec)
+    model.generation_config.eos_token_id, model.generation_config.do_sample = None, False
+    config = ContinuousBatchingConfig(max_memory_percent=MEMORY_SHARE)
+    manager = model.init_continuous_batching(continuous_batching_config=config)
+    manager.start()
+    return Batching(manager), info
+
+
+class Batching:
+    """A target of `traffic` over transformers' manager, whose thread steps; one of ours takes its outputs."""
+
+    def __init__(self, manager):
+        self.manager, self.running, self.had, self.count = manager, {}, {}, 0
+        threading.Thread(target=self.listen, daemon=True).start()
+
+    def send(self, job, record):
+        self.count += 1
+        name = str(self.count)
+        self.running[name], self.had[name] = record, 0
+        options = {"max_new_tokens": job["new_tokens"], "streaming": True, "eos_token_id": -1}
+        if self.manager.add_request(job["prompt"], request_id=name, **options) is None:
+            self.running.pop(name).over("not accepted")
+
+    def listen(self):
+        for output in self.manager:
+            name, tokens = output.request_id, len(output.generated_tokens)
+            if name not in self.running:
+                continue
+            if tokens > self.had[name]:
+                self.running[name].came(tokens - self.had[name])
+                self.had[name] = tokens
+            if output.is_finished():
+                self.running.pop(name).over(output.error)
+        for record in self.running.values():
+            record.over("its thread ended")

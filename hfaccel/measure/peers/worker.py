@@ -3,8 +3,9 @@
 Loads `peer_NAME.load(spec)`, says what it is, then answers each line `{"prompt": [[ids]], "new_tokens": n}`
 with `{"first_s", "total_s"}`, one greedy run of exactly n tokens a row. With "logits" in the spec it is
 `peer_NAME.scorer(spec)` that is loaded, and each line `{"ids": [...], "to": file}` is answered with
-`{"shape": [T, V]}` once the file has the logits in fp32. Standard library alone outside of the peer, since
-the peer's environment is another one than ours.
+`{"shape": [T, V]}` once the file has the logits in fp32. With "serve" it is `peer_NAME.server(spec)`, a
+target of `traffic`, and each line `{"jobs": [...], "users": n}` is answered with `{"records": [...]}`.
+Standard library alone outside of the peer, since the peer's environment is another one than ours.
 """
 
 import importlib
@@ -12,6 +13,8 @@ import json
 import os
 import sys
 import time
+
+import traffic
 
 
 def main() -> None:
@@ -26,10 +29,14 @@ def main() -> None:
     try:
         start = time.perf_counter()
         peer = importlib.import_module(f"peer_{name}")
-        run, info = (peer.scorer if spec.get("logits") else peer.load)(spec)
+        kind = "scorer" if spec.get("logits") else "server" if spec.get("serve") else "load"
+        run, info = getattr(peer, kind)(spec)
         reply({"info": info, "load_s": time.perf_counter() - start})
         for line in sys.stdin:
             job = json.loads(line)
+            if spec.get("serve"):
+                reply({"records": traffic.drive(run, job["jobs"], job["users"])})
+                continue
             if spec.get("logits"):
                 logits = run(job["ids"])
                 logits.astype("float32", copy=False).tofile(job["to"])
