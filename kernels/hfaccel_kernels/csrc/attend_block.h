@@ -69,8 +69,8 @@ static inline void finish_row(RowState s, const float* o, const float* sink, int
 void arrange_query(const HfaPages& p, float* q);
 
 // n <= kSubRows rows (of one sequence and KV head) against one block: m, l, and o [n, dv] in tiles.part. With `direct`
-// keys and values are
-// read out of their pages, else out of the tiles.
+// keys and values are read
+// out of their pages, else out of the tiles.
 void block_rows(int n, const AttendArgs& a, const Tiles& tiles, const Block& b, int64_t g, int64_t first_slot,
                 const int64_t* slot_of, const int64_t* head_of, const float* q, bool direct, float* m, float* l);
 

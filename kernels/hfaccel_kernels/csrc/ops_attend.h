@@ -80,11 +80,12 @@ static inline Scratch scratch_at(float* at, int64_t k_size, int64_t v_size, int6
 }
 
 // `rows` query rows (of `heads` KV heads from g on, as many of each) against blocks [first, last). With `apart`,
-// segments are kept there ([segment, row, 2 + dv]) instead of being joined. Returns how many.
+// segments are kept there ([segment, row, 2 + dv]) instead of being joined. `after`: what will be read next, or null.
+// Returns how many segments.
 static inline int64_t attend_blocks(const AttendArgs& a, const Scratch& scratch, const int32_t* table,
                                     int64_t page_tokens, int64_t length, int64_t g, int64_t heads, int rows,
                                     const int64_t* slot_of, const int64_t* head_of, int64_t first, int64_t last,
-                                    float* apart) {
+                                    const Block* after, float* apart) {
     const int64_t d = pad_lanes(a.pages->k_size), dv = pad_lanes(a.pages->v_size);
     const int each = rows / (int)heads;
     const bool direct = each <= kSubRows && a.pages->v_size % 16 == 0;
@@ -104,8 +105,8 @@ static inline int64_t attend_blocks(const AttendArgs& a, const Scratch& scratch,
     find_slots(table, page_tokens, first * kKeys, length, &two[first & 1]);
     for (int64_t block = first; block < last; ++block) {
         Block &b = two[block & 1], &next = two[~block & 1];
-        b.next = block + 1 < last ? &next : nullptr;
-        if (b.next) find_slots(table, page_tokens, (block + 1) * kKeys, length, &next);
+        b.next = block + 1 < last ? &next : after;
+        if (block + 1 < last) find_slots(table, page_tokens, (block + 1) * kKeys, length, &next);
         const int64_t size = segment_blocks(block);
         const bool begins = block == first || block % size == 0, ends = block + 1 == last || (block + 1) % size == 0;
         for (int r = 0; r < rows;) {
@@ -153,7 +154,9 @@ struct Item {
     bool splittable;
 };
 
-constexpr int64_t kStreamBlocks = 8;  // from here on a decode step reads a page for all its heads before the next
+// A decode step reads a page for all its heads before the next from so many blocks, or sequences, on; fewer are cut
+// between threads by heads.
+constexpr int64_t kStreamBlocks = 8, kStreamSequences = 8;
 
 template <class Each>
 static inline void each_item(const HfaStep& step, int64_t kv_heads, int64_t ratio, int64_t window, Each&& each) {
@@ -171,7 +174,8 @@ static inline void each_item(const HfaStep& step, int64_t kv_heads, int64_t rati
             item.last = (item.length + kKeys - 1) / kKeys;
             item.splittable = n == 1;
             const int64_t together = kTileRows / ratio > 0 ? kTileRows / ratio : 1;
-            const int64_t width = n == 1 && item.last - item.first >= kStreamBlocks ? together : 1;
+            const bool stream = step.sequences >= kStreamSequences || item.last - item.first >= kStreamBlocks;
+            const int64_t width = n == 1 && stream ? together : 1;
             for (item.g = 0; item.g < kv_heads; item.g += width) {
                 item.heads = kv_heads - item.g < width ? kv_heads - item.g : width;
                 each(item);
@@ -239,9 +243,17 @@ static inline void attend(const AttendArgs& a, const HfaStep& step, const Scratc
                 memset(scratch.o + r * dv, 0, dv * 4);
             }
         }
-        const int64_t segments =
-            attend_blocks(a, scratch, table, step.page_tokens, item.length, item.g, item.heads, (int)rows, slot_of,
-                          head_of, item.first + from, item.first + to, from ? scratch.segments : nullptr);
+        Block after;
+        const bool more = item.splittable && to == blocks && item.g + item.heads == a.kv.count &&
+                          item.sequence + 1 < step.sequences;
+        if (more) {
+            const int64_t length = step.lengths[item.sequence + 1];
+            const int64_t first = a.window && length > a.window ? (length - a.window) / kKeys : 0;
+            find_slots(table + step.table_stride, step.page_tokens, first * kKeys, length, &after);
+        }
+        const int64_t segments = attend_blocks(
+            a, scratch, table, step.page_tokens, item.length, item.g, item.heads, (int)rows, slot_of, head_of,
+            item.first + from, item.first + to, more ? &after : nullptr, from ? scratch.segments : nullptr);
         if (from) {
             scratch.shared->in_row = item.token;
             scratch.shared->in_head = item.g * ratio;
