@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -21,7 +23,10 @@ from hfaccel.attention.backend import NAMES, Step, packed
 from hfaccel.cache.paged import NotPackable, StepCache
 from hfaccel.cache.pool import PagePool
 from hfaccel.compat import attention_name, has_default_cache, is_stateful
+from hfaccel.errors import PatchError
+from hfaccel.lora.slots import AdapterSlots
 from hfaccel.runtime import Unsupported
+from hfaccel_kernels.lora import lora_add
 
 log = logging.getLogger("hfaccel")
 
@@ -30,16 +35,19 @@ WHOLE_INPUT_ROPE = {"dynamic", "longrope"}
 
 
 class Modules:
-    """Runs steps through `model`; holds no weights and no state of its own, so it is never stale."""
+    """Runs steps through `model`; holds no weights and no state of its own, so it is never stale.
+
+    Args: lora: the adapters that tokens may have, `tables` by module name, read at each step.
+    """
 
     name = "modules"
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, lora: AdapterSlots | None = None):
         config = model.config.get_text_config(decoder=True)
         if reason := unpackable(model):
             raise Unsupported(reason)
         parameters = inspect.signature(model.forward).parameters
-        self.model = model
+        self.model, self.lora = model, lora
         self.layers = config.num_hidden_layers
         self.layer_types = getattr(config, "layer_types", None)
         self.sliding_window = getattr(config, "sliding_window", None)
@@ -70,6 +78,7 @@ class Modules:
         rows: torch.Tensor,
         *,
         hidden: bool = False,
+        adapters: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One step; slots of all new tokens exist.
 
@@ -79,9 +88,12 @@ class Modules:
                 tokens of each sequence with the new ones.
             rows: [R] int64, which of the T tokens are asked for.
             hidden: the last hidden states instead of logits.
+            adapters: [T] int32, the slot of each token's adapter, -1 for none; None where no token has one.
         Returns: [R, vocab] in the model's dtype, or [R, hidden size].
+        Raises: PatchError for an adapter that no table has, where that can be seen without waiting.
         """
-        args = (pool, ids, positions, block_tables, q_starts, lengths, rows, hidden)
+        self._check(adapters)
+        args = (pool, ids, positions, block_tables, q_starts, lengths, rows, hidden, adapters)
         if self.mode != "dense":
             try:
                 return self._packed(*args) if self.mode == "packed" else self._each(self._packed, *args)
@@ -90,7 +102,16 @@ class Modules:
                 log.info("%s runs row by row: %s", type(self.model).__name__, why)
         return self._each(self._dense, *args)
 
-    def _each(self, run, pool, ids, positions, block_tables, q_starts, lengths, rows, hidden):
+    def _check(self, adapters: torch.Tensor | None) -> None:
+        if adapters is None:
+            return
+        if self.lora is None:
+            raise PatchError("a token has an adapter, this executor was made without any")
+        slots = min((len(table.rank) for table in self.lora.tables.values()), default=0)
+        if adapters.device.type == "cpu" and not -1 <= adapters.min() <= adapters.max() < slots:
+            raise PatchError(f"a token's adapter is in slot {int(adapters.max())}, there are {slots} slots")
+
+    def _each(self, run, pool, ids, positions, block_tables, q_starts, lengths, rows, hidden, adapters):
         """One sequence after another; what was asked for comes back in the order it was asked."""
         order = torch.argsort(rows)
         rows = rows[order]
@@ -107,12 +128,12 @@ class Modules:
                     one,
                     lengths[b : b + 1],
                 )
-                out = run(pool, *args, mine, hidden)
+                out = run(pool, *args, mine, hidden, None if adapters is None else adapters[start:stop])
                 if len(mine):  # without a row the forward stops before the head: [0, hidden size]
                     found.append(out)
         return torch.cat(found)[torch.argsort(order)] if found else out
 
-    def _packed(self, pool, ids, positions, block_tables, q_starts, lengths, rows, hidden):
+    def _packed(self, pool, ids, positions, block_tables, q_starts, lengths, rows, hidden, adapters):
         for rope in self.ropes if self.mode == "rows" else ():
             _reset_rope(rope)
         step = Step(
@@ -125,7 +146,7 @@ class Modules:
         cache = StepCache(pool, self.layers)
         cache.step = step
         with packed(step):
-            out = self._forward(ids, positions, cache, rows, hidden)
+            out = self._forward(ids, positions, cache, rows, hidden, adapters)
         if not self.verified:
             self._verify(step, cache)
             self.verified = True
@@ -149,7 +170,7 @@ class Modules:
                 f"{expected} of its layers have windows {step.masks}, {windowed} attention calls say so"
             )
 
-    def _dense(self, pool, ids, positions, block_tables, q_starts, lengths, rows, hidden):
+    def _dense(self, pool, ids, positions, block_tables, q_starts, lengths, rows, hidden, adapters):
         for rope in self.ropes:
             _reset_rope(rope)
         cache = StepCache(pool, self.layers)
@@ -163,17 +184,52 @@ class Modules:
             return tuple(x.transpose(0, 1)[None] for x in pages.read(seen, dtype))
 
         cache.dense_rows = gather
-        return self._forward(ids, positions, cache, rows, hidden)
+        return self._forward(ids, positions, cache, rows, hidden, adapters)
 
-    def _forward(self, ids, positions, cache, rows, hidden):
+    def _forward(self, ids, positions, cache, rows, hidden, adapters=None):
         inputs = {"input_ids": ids[None], self.cache_name: cache, "use_cache": True, "return_dict": True}
         if self.takes_positions:
             inputs["position_ids"] = positions[None]
-        if hidden or not len(rows):
-            return self.model.base_model(**inputs).last_hidden_state[0, rows]
-        if self.keeps_logits:
-            return self.model(**inputs, logits_to_keep=rows).logits[0]
-        return self.model(**inputs).logits[0, rows]
+        with self._adding(adapters, rows):
+            if hidden or not len(rows):
+                return self.model.base_model(**inputs).last_hidden_state[0, rows]
+            if self.keeps_logits:
+                return self.model(**inputs, logits_to_keep=rows).logits[0]
+            return self.model(**inputs).logits[0, rows]
+
+    @contextmanager
+    def _adding(self, adapters: torch.Tensor | None, rows: torch.Tensor):
+        """Hooks that add adapters to what their modules say, within the block."""
+        if adapters is None:
+            yield
+            return
+        hooks, body = [], self.model.base_model_prefix + "."
+        # what stands behind the body, the head, sees the rows asked for alone
+        asked = adapters[rows] if self.keeps_logits else adapters
+        try:
+            for name, table in self.lora.tables.items():
+                hook = _adds(name, table, adapters if name.startswith(body) else asked)
+                hooks.append(self.model.get_submodule(name).register_forward_hook(hook))
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _adds(name: str, table, slots: torch.Tensor):
+    """A hook: the outputs of a linear layer with the adapters of its tokens, `slots` [T]."""
+    thread = threading.get_ident()  # who uses the model elsewhere meanwhile has no adapters
+
+    def hook(module, args, out):
+        if threading.get_ident() != thread:
+            return None
+        x, y = args[0].flatten(0, -2), out.reshape(-1, out.shape[-1])
+        if len(y) != len(slots):
+            raise PatchError(f"{name} sees {len(y)} of {len(slots)} tokens: its adapter cannot be added")
+        lora_add(y, x, slots, table.a, table.b, table.scale, table.rank)
+        return y.view(out.shape)
+
+    return hook
 
 
 def unpackable(model: nn.Module) -> str | None:
