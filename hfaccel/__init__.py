@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hfaccel.quant.smoothquant import SmoothQuant
     from hfaccel.recipe import PatchConfig
     from hfaccel.samples import CalibrationData
+    from hfaccel.serve.grammar import structured
     from hfaccel.serve.server import Server
     from hfaccel.source import from_pretrained
 
@@ -48,6 +49,7 @@ _PUBLIC = {  # name -> module, imported on use: `import hfaccel` stays quick
     "Head": "hfaccel.quant.head",
     "KVCache": "hfaccel.cache.quantized",
     "Server": "hfaccel.serve.server",
+    "structured": "hfaccel.serve.grammar",
 }
 __all__ = [
     "AWQ",
@@ -69,6 +71,7 @@ __all__ = [
     "original",
     "patch",
     "report",
+    "structured",
     "unpatch",
 ]
 

@@ -12,6 +12,15 @@ from hfaccel.compat import self_test
 
 TESTED = {"torch": "2.11 to 2.13", "transformers": "5.17 to 5.24", "triton": "3.6 to 3.9"}
 
+OPTIONAL = {
+    "peft": "LoRA adapters",
+    "matplotlib": "charts",
+    "fastapi": "hfaccel serve",
+    "uvicorn": "hfaccel serve",
+    "prometheus_client": "metrics of hfaccel serve",
+    "llguidance": "structured output",
+}
+
 
 def examine() -> list[dict[str, str]]:
     """Rows of what, found, state: "ok", "absent" (slower or less, but right) or "wrong" (mend it)."""
@@ -25,7 +34,7 @@ def examine() -> list[dict[str, str]]:
     said = ", ".join(moved) or "all where hfaccel looks for it"
     rows.append(_row("private API", said, "wrong" if moved else "ok"))
     rows += [*_kernels(), *_caches(), *_devices()]
-    for package, gives in {"peft": "LoRA adapters", "matplotlib": "charts"}.items():
+    for package, gives in OPTIONAL.items():
         found = find_spec(package) is not None
         rows.append(
             _row(package, gives if found else f"not installed: no {gives}", "ok" if found else "absent")

@@ -221,5 +221,5 @@ def test_demo_measures_every_row(tmp_path, monkeypatch):
 def test_doctor_finds_nothing_wrong_here():
     rows = json.loads(run("doctor", "--json").stdout)
     assert {"python", "torch", "C++ kernels", "cache folder"} <= {row["what"] for row in rows}
-    assert "fastapi" not in {row["what"] for row in rows}  # nothing uses it yet
+    assert {"fastapi", "uvicorn", "prometheus_client", "llguidance"} <= {row["what"] for row in rows}
     assert all(row["state"] in ("ok", "absent") for row in rows)

@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "kernels" / "hfaccel_kernels"
 HFACCEL = ROOT / "hfaccel"
-LAZY = ("triton", "peft", "matplotlib", "fastapi", "uvicorn", "rich", "typer", "gguf", "datasets", "pandas")
+LAZY = ("triton", "peft", "matplotlib", "fastapi", "uvicorn", "prometheus_client", "llguidance")
+LAZY += ("pydantic", "rich", "typer", "gguf", "datasets", "pandas")
 
 
 def imported(file: Path) -> set[str]:

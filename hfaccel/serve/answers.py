@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfaccel.serve.errors import ApiError, of_failure, of_refusal
-from hfaccel.serve.requests import Refused
+from hfaccel.serve.requests import Constraint, Refused
 from hfaccel.serve.server import Answer, Part, Server
 
 SHARED_PAGES = 2  # of a prompt: below, choices do not wait for the first one's
@@ -44,12 +44,14 @@ class Post:
 
 @dataclass(eq=False)
 class Choice:
-    """One answer: the prompt's place among the prompts, its options, what was opened for it."""
+    """One answer: the prompt's place among the prompts, its options, what was opened for it; `constraint`
+    makes what rules it."""
 
     index: int
     prompt: list[int]
     options: dict[str, Any]
     follows: Choice | None = None  # whose prompt it shares
+    constraint: Callable[[], Constraint] | None = None
     opened: Any = None
     answer: Answer | None = None
     first_s: float | None = None  # when its first token came
@@ -140,7 +142,8 @@ class Answers:
         def take(part: Part) -> None:
             self._take(choice, part)
 
-        choice.opened = self.server.open(choice.prompt, sink, **choice.options)
+        more = {} if choice.constraint is None else {"constraint": choice.constraint()}
+        choice.opened = self.server.open(choice.prompt, sink, **choice.options, **more)
 
     def _take(self, choice: Choice, part: Part) -> None:
         now = time.perf_counter()
@@ -176,7 +179,11 @@ class Answers:
 
 
 def choices_of(
-    prompts: list[list[int]], n: int, options: list[dict[str, Any]] | dict[str, Any], shared_tokens: int
+    prompts: list[list[int]],
+    n: int,
+    options: list[dict[str, Any]] | dict[str, Any],
+    shared_tokens: int,
+    constraint: Callable[[], Constraint] | None = None,
 ) -> list[Choice]:
     """n choices of each prompt, index by index; each but the first has a seed of its own.
 
@@ -192,6 +199,6 @@ def choices_of(
             if number and own.get("seed") is not None:
                 own["seed"] = own["seed"] + number
             shares = first if len(prompt) >= shared_tokens and not own.get("prompt_logprobs") else None
-            found.append(Choice(at * n + number, prompt, own, shares))
+            found.append(Choice(at * n + number, prompt, own, shares, constraint))
             first = first or found[-1]
     return found

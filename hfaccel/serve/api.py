@@ -110,7 +110,8 @@ def _record(request: Request, body: Any, prompts: Any, answers: int) -> dict[str
 
 def _generation(app: FastAPI, service: Service) -> None:
     async def answered(request: Request, body, asked) -> Response | EventStream:
-        choices = choices_of(asked.prompts, asked.n, asked.options, service.shared_tokens)
+        shared = service.shared_tokens
+        choices = choices_of(asked.prompts, asked.n, asked.options, shared, asked.constraint)
         record = _record(request, body, asked.prompts, len(choices))
         answers = service.begin(choices, record, asked.field)
         try:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hfaccel.serve.answers import Answers
 from hfaccel.serve.errors import ApiError
-from hfaccel.serve.protocol import ChatRequest, CompletionRequest, Generation, Message
+from hfaccel.serve.protocol import ChatRequest, CompletionRequest, Generation, Message, NamedTool
 from hfaccel.serve.replies import ChatForm, CompletionForm, Form
+from hfaccel.serve.requests import Constraint
 from hfaccel.serve.service import Service
+from hfaccel.serve.tools import Calls, calls_schema, dialect_of
 
 # What the fields of a request are called in `Options`, where they are given.
 OPTIONS = {
@@ -31,13 +34,15 @@ OPTIONS = {
 
 @dataclass
 class Asked:
-    """Prompts, how many answers of each and how; `field` is where prompts came from."""
+    """Prompts, how many answers of each and how; `field` is where prompts came from, `constraint` makes what
+    rules an answer."""
 
     prompts: list[list[int]]
     n: int
     options: list[dict[str, Any]]
     form: Callable[[Answers], Form]
     field: str = "prompt"
+    constraint: Callable[[], Constraint] | None = None
 
 
 def options_of(service: Service, body: Generation) -> dict[str, Any]:
@@ -106,7 +111,8 @@ async def completion_of(service: Service, body: CompletionRequest) -> Asked:
             n=body.n,
         )
 
-    return Asked(prompts, n, options, form)
+    constraint = await structure_of(service, body)
+    return Asked(prompts, n, options, form, constraint=constraint)
 
 
 async def chat_of(service: Service, body: ChatRequest) -> Asked:
@@ -127,12 +133,59 @@ async def chat_of(service: Service, body: ChatRequest) -> Asked:
     if body.logprobs:
         options["logprobs"] = body.top_logprobs or 0
 
+    constraint, parser = await structure_of(service, body), None
+    if body.tools and body.tool_choice != "none":
+        constraint, parser = await calls_of(service, body, constraint)
+
     def form(answers: Answers) -> Form:
         return ChatForm(
-            answers, body.model, service.pieces, with_usage=_with_usage(body), scored=bool(body.logprobs)
+            answers,
+            body.model,
+            service.pieces,
+            with_usage=_with_usage(body),
+            scored=bool(body.logprobs),
+            parser=parser,
         )
 
-    return Asked([prompt], body.n, [options], form, "messages")
+    if parser is not None and constraint is None and parser.args[1] == "mistral":
+        options["keep_special"] = True  # the mark of a call is one
+    return Asked([prompt], body.n, [options], form, "messages", constraint)
+
+
+async def structure_of(service: Service, body: Generation) -> Callable[[], Constraint] | None:
+    """What response_format or structured_outputs ask for. Raises: ApiError."""
+    asked = None
+    if body.response_format is not None and body.response_format.type == "json_object":
+        asked = "json_object", True, "response_format"
+    elif body.response_format is not None and body.response_format.type == "json_schema":
+        asked = "json", body.response_format.json_schema.definition, "response_format"
+    elif body.structured_outputs is not None:
+        given = vars(body.structured_outputs)
+        name = next(name for name, value in given.items() if value is not None and value is not False)
+        asked = name.rstrip("_"), given[name], "structured_outputs"
+    if asked is None:
+        return None
+    if body.min_tokens:
+        raise ApiError(400, f"min_tokens and {asked[2]} contradict each other", param="min_tokens")
+    return await service.constrained(*asked)
+
+
+async def calls_of(service: Service, body: ChatRequest, constraint):
+    """What rules an answer with tools, and what takes it apart. Raises: ApiError."""
+    names = [tool.function.name for tool in body.tools]
+    parallel = body.parallel_tool_calls is not False
+    forced = body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
+    if forced:
+        if constraint is not None:
+            raise ApiError(400, "tool_choice and response_format contradict each other", param="tool_choice")
+        if body.min_tokens:
+            raise ApiError(400, "min_tokens and tool_choice contradict each other", param="min_tokens")
+        schema = calls_schema(body.tools, body.tool_choice, parallel)
+        constraint = await service.constrained("json", schema, "tools")
+    elif constraint is not None:  # the answer is what it rules, not a call
+        return constraint, None
+    dialect = dialect_of(getattr(service.tokenizer, "chat_template", None))
+    return constraint, partial(Calls, names, dialect, forced=forced, parallel=parallel)
 
 
 def told(message: Message) -> dict[str, Any]:

@@ -7,19 +7,23 @@ import copy
 import json
 import logging
 import math
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hfaccel.errors import PatchError
 from hfaccel.serve.answers import SHARED_PAGES, Answers, Choice, Post
 from hfaccel.serve.engine import CONTEXT_TOKENS
 from hfaccel.serve.errors import ApiError
+from hfaccel.serve.grammar import Grammars, grammar_of
 from hfaccel.serve.metrics import Metrics
 from hfaccel.serve.pieces import Pieces
+from hfaccel.serve.requests import Constraint
 from hfaccel.serve.server import Server
 
 log = logging.getLogger("hfaccel.serve")
@@ -81,6 +85,8 @@ class Service:
         self._finished: deque[float] = deque(maxlen=256)
         self._texts = ThreadPoolExecutor(1, "hfaccel-tokenizer")
         self._post: Post | None = None
+        self._grammars: Grammars | None = None
+        self._making = threading.Lock()
         self._steps, self._moved_s = -1, time.monotonic()
 
     # -- names
@@ -147,6 +153,27 @@ class Service:
             return await self._apart(encode, sum(len(str(m.get("content"))) for m in messages))
         except Exception as why:  # whatever a template raises is about the messages
             raise ApiError(400, f"the chat template refuses these messages: {why}", param="messages") from why
+
+    async def constrained(self, kind: str, what: Any, param: str) -> Callable[[], Constraint]:
+        """Makes what rules an answer; see `grammar.grammar_of`. Raises: ApiError."""
+        tokenizer = self._tokenizer(param)
+
+        def make() -> Callable[[], Constraint]:
+            grammar = grammar_of(kind, what)
+            with self._making:
+                if self._grammars is None:
+                    model = self.server.engine.model
+                    ends = model.generation_config.eos_token_id
+                    ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
+                    vocab = model.config.get_text_config(decoder=True).vocab_size
+                    self._grammars = Grammars(tokenizer, vocab, ends)
+            self._grammars.check(grammar)
+            return lambda: self._grammars.constraint(grammar)
+
+        try:
+            return await asyncio.to_thread(make)
+        except (PatchError, ImportError) as error:
+            raise ApiError(400, f"{param}: {error}", param=param) from error
 
     async def _apart(self, work, characters: int):
         if characters <= INLINE_CHARACTERS:
