@@ -4,7 +4,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners import lora
 
-from hfaccel_kernels.layouts import unpack_rows
+from hfaccel_kernels.packing import unpack_rows
 from tiny import ids
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

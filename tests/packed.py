@@ -2,7 +2,7 @@
 
 import torch
 
-from hfaccel_kernels import activations, layouts, super_scales
+from hfaccel_kernels import activations, layouts, packing, super_scales
 from hfaccel_kernels.layouts import Layout
 
 LAYOUTS = [
@@ -59,17 +59,17 @@ def random_packed(layout: Layout, n: int, k: int) -> tuple:
     codes = random_codes(layout, n, k)
     groups = layout.groups(k)
     zero = None if layout.symmetric else torch.randint(0, 1 << layout.bits, (n, groups), dtype=torch.uint8)
-    packed = layouts.pack_codes(codes, layout), random_scales(layout, n, groups)
-    return *packed, None if zero is None else layouts.pack_rows(zero)
+    packed = packing.pack_codes(codes, layout), random_scales(layout, n, groups)
+    return *packed, None if zero is None else packing.pack_rows(zero)
 
 
 def random_scales(layout: Layout, n: int, groups: int) -> torch.Tensor:
     """`weight_scale`; minimums of either sign where a file may have them."""
     scale = torch.rand(n, groups) * 0.1 + 0.01
     if layout.scale_dtype == "fp16_min":
-        return layouts.pack_minimums(scale, torch.randn(n, groups) * 0.3)
+        return packing.pack_minimums(scale, torch.randn(n, groups) * 0.3)
     if layout.scale_dtype not in super_scales.TILE:
-        return layouts.pack_scales(scale, layout)
+        return packing.pack_scales(scale, layout)
     tiles = -(-groups // super_scales.TILE[layout.scale_dtype])
     factors = [(torch.rand(n, tiles) * 2e-3 + 1e-4).half() for _ in range(2)]
     if layout.scale_dtype == "super":
@@ -82,7 +82,7 @@ def random_scales(layout: Layout, n: int, groups: int) -> torch.Tensor:
 
 def oracle(x, weight, scale, zero, bias, layout: Layout, n: int, k: int) -> torch.Tensor:
     """Quantized activations times the dequantized weight in fp64, [M, N]."""
-    w = layouts.dequantize(weight, scale, zero, layout, n, k).double()
+    w = packing.dequantize(weight, scale, zero, layout, n, k).double()
     codes, scales = activations.quantize_activations(x.reshape(-1, k), layout)
     y = torch.zeros(codes.shape[0], n, dtype=torch.float64)
     for c, (start, stop) in enumerate(layout.chunks(k)):

@@ -14,7 +14,8 @@ from hfaccel.runtime.plan_build import build
 from hfaccel.runtime.plan_ops import CacheWrite, Logits, Quant
 from hfaccel.runtime.plan_reference import Step, run_record
 from hfaccel.runtime.runner import Runner
-from hfaccel_kernels.layouts import Layout, pack_codes, pack_rows
+from hfaccel_kernels.layouts import Layout
+from hfaccel_kernels.packing import pack_codes, pack_rows
 
 FAMILIES = (
     "llama",

@@ -19,7 +19,7 @@ from hfaccel.errors import PatchError
 from hfaccel.quant.linear import codes_of, is_packed
 from hfaccel.recipe import PatchConfig
 from hfaccel.report import model_bytes
-from hfaccel_kernels.layouts import unpack_rows
+from hfaccel_kernels.packing import unpack_rows
 from saved import ROUNDING, attention, config_json, logits, patched, reload, stored
 from tiny import ids, tiny
 

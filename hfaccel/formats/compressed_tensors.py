@@ -33,7 +33,7 @@ from hfaccel.formats.folder import left_alone, say_dequantized, write_folder
 from hfaccel.formats.matrix import Matrix
 from hfaccel.formats.quantized import quantized
 from hfaccel.quant.linear import QuantLinear, codes_of
-from hfaccel_kernels.layouts import unpack_scales
+from hfaccel_kernels.packing import unpack_scales
 
 RECIPES = {"w4a16": "gptq4-sym{group}", "w8a16": "int8", "w8a8": "w8a8", "fp8": "fp8"}
 BITS = (4, 8)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from hfaccel.formats.gguf_blocks import Parts, parts
 from hfaccel.formats.gguf_file import BlockType
-from hfaccel_kernels.layouts import ROWS, Layout, pack_codes, pack_minimums, pack_rows
+from hfaccel_kernels.layouts import ROWS, Layout
+from hfaccel_kernels.packing import pack_codes, pack_minimums, pack_rows
 from hfaccel_kernels.super_scales import TILE, pack
 
 # type -> bits, group, how scales lie

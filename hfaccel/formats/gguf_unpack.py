@@ -13,7 +13,8 @@ from hfaccel.errors import PatchError
 from hfaccel.formats import gguf_encode
 from hfaccel.formats.gguf_encode import BLOCKS
 from hfaccel.formats.gguf_pack import GRIDS
-from hfaccel_kernels.layouts import ROWS, Layout, scale_rows, unpack_codes, unpack_rows
+from hfaccel_kernels.layouts import ROWS, Layout
+from hfaccel_kernels.packing import scale_rows, unpack_codes, unpack_rows
 from hfaccel_kernels.super_scales import NUMBERS, TILE
 
 _ENCODE = {

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hfaccel.errors import PatchError
 from hfaccel.quant.linear import QuantLinear, codes_of, describe
-from hfaccel_kernels.layouts import (
-    Layout,
+from hfaccel_kernels.layouts import Layout
+from hfaccel_kernels.packing import (
     dequantize_codes,
     pack_codes,
     pack_rows,

@@ -44,7 +44,8 @@ from hfaccel.quant.packing import Round
 from hfaccel.quant.rounding import Rounding, check_finite
 from hfaccel.quant.rtn import round_to_nearest
 from hfaccel.transform import Fold, Site
-from hfaccel_kernels.layouts import Layout, dequantize_codes
+from hfaccel_kernels.layouts import Layout
+from hfaccel_kernels.packing import dequantize_codes
 
 _ALPHAS = tuple(i / 10 for i in range(10))
 _RANGE = 1e4  # of the scales, around their middle

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hfaccel import compat
-from hfaccel_kernels.layouts import Layout, dequantize, gather_rows, unpack_codes
+from hfaccel_kernels.layouts import Layout
+from hfaccel_kernels.packing import dequantize, gather_rows, unpack_codes
 from hfaccel_kernels.qlinear import qlinear
 
 

@@ -19,7 +19,8 @@ from hfaccel.quant.linear import (
     matrix_size,
     size_of,
 )
-from hfaccel_kernels.layouts import ROWS, Layout, pack_codes, pack_rows, pack_scales
+from hfaccel_kernels.layouts import ROWS, Layout
+from hfaccel_kernels.packing import pack_codes, pack_rows, pack_scales
 
 # (weight fp32 [rows, K], layout) -> codes uint8 [rows, K], scales fp32 [rows, G] that the layout's dtype can
 # hold (double-quantized ones are what `pack_scales` makes of them), zeros uint8 [rows, G] or None

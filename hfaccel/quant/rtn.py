@@ -23,7 +23,8 @@ from hfaccel.quant.packing import Round
 from hfaccel.quant.rounding import Options, Rounding, group_scale
 from hfaccel.transform import Site
 from hfaccel_kernels import codebook
-from hfaccel_kernels.layouts import Layout, pack_scales, unpack_scales
+from hfaccel_kernels.layouts import Layout
+from hfaccel_kernels.packing import pack_scales, unpack_scales
 
 
 @dataclass(frozen=True, kw_only=True)

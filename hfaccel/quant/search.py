@@ -42,7 +42,7 @@ from hfaccel.report import model_bytes
 from hfaccel.samples import CalibrationData, calibration_data, read_samples
 from hfaccel.sites import Plan, check_materialized
 from hfaccel.transform import Fold, Site
-from hfaccel_kernels.layouts import dequantize_codes
+from hfaccel_kernels.packing import dequantize_codes
 
 log = logging.getLogger("hfaccel")
 

@@ -29,7 +29,7 @@ from hfaccel.journal import Journal
 from hfaccel.progress import progress_bar
 from hfaccel.quant.linear import QuantExperts, QuantLinear, ScaledLinear
 from hfaccel.transform import Site
-from hfaccel_kernels.layouts import dequantize, pack_rows, unpack_rows
+from hfaccel_kernels.packing import dequantize, pack_rows, unpack_rows
 
 log = logging.getLogger("hfaccel")
 

@@ -35,7 +35,7 @@ from hfaccel.runtime.plan_ops import (
     Scale,
 )
 from hfaccel_kernels.activations import quantize_activations
-from hfaccel_kernels.layouts import dequantize, gather_rows
+from hfaccel_kernels.packing import dequantize, gather_rows
 from hfaccel_kernels.paged import paged_attention_reference
 from hfaccel_kernels.pages import cache_write
 

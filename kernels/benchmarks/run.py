@@ -18,7 +18,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from hfaccel_kernels import dispatch, layouts, native
+from hfaccel_kernels import dispatch, native, packing
 from hfaccel_kernels.layouts import Layout
 from hfaccel_kernels.qlinear import plain_linear, qlinear
 
@@ -53,7 +53,7 @@ def random_packed(layout: Layout, n: int, k: int) -> tuple:
     weight = torch.randint(0, 256, shapes["weight"][0], dtype=torch.uint8)
     if layout.is_float:
         weight &= 0xBF  # finite
-    return weight, layouts.pack_scales(scale, layout), zero
+    return weight, packing.pack_scales(scale, layout), zero
 
 
 def variants(n: int, k: int, m: int, cold_bytes: int):
@@ -88,7 +88,7 @@ def bandwidth(repeats: int) -> float:
 
 def error(layout: Layout, n: int = 512, k: int = 2048, m: int = 32) -> float:
     packed, x = random_packed(layout, n, k), torch.randn(m, k)
-    exact = x.double() @ layouts.dequantize(*packed, layout, n, k).double().t()
+    exact = x.double() @ packing.dequantize(*packed, layout, n, k).double().t()
     return ((qlinear(x, *packed, None, layout, n, k) - exact).norm() / exact.norm()).item()
 
 

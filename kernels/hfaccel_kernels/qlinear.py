@@ -21,7 +21,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from . import activations, dispatch, layouts, native, triton_support
+from . import activations, dispatch, native, packing, triton_support
 from .layouts import Layout
 
 Tensor = torch.Tensor
@@ -113,7 +113,7 @@ def qlinear_reference(
 ) -> Tensor:
     """The specification in plain PyTorch, fp32. `quantize`: x as on CPUs (default: on a CPU, and wherever a
     scale of x belongs to a token)."""
-    w = layouts.dequantize(weight, scale, zero, layout, n, k)
+    w = packing.dequantize(weight, scale, zero, layout, n, k)
     rows = x.reshape(-1, k).float()
     if quantize is None:
         quantize = x.device.type == "cpu" or layout.act == "token"
@@ -293,7 +293,7 @@ def _qlinear_backward(ctx, grad):
     weight, scale, zero = ctx.saved_tensors
     to_x = to_bias = None
     if ctx.needs_input_grad[0]:
-        w = layouts.dequantize(weight, scale, zero, ctx.layout, ctx.n, ctx.k)
+        w = packing.dequantize(weight, scale, zero, ctx.layout, ctx.n, ctx.k)
         exact = torch.promote_types(grad.dtype, torch.float32)
         to_x = (grad.to(exact) @ w.to(exact)).to(ctx.x_dtype)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[4]:

@@ -4,7 +4,7 @@ import torch
 from gguf_bytes import BY_NAME, blocks_of
 from hfaccel.formats.gguf_blocks import decode_rows
 from hfaccel.formats.gguf_pack import GRIDS, layout_of, pack_blocks
-from hfaccel_kernels.layouts import dequantize
+from hfaccel_kernels.packing import dequantize
 
 QUANTIZED = [BY_NAME[name] for name in GRIDS]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hfaccel_kernels import OPS, dispatch, layouts, native
+from hfaccel_kernels import OPS, dispatch, native, packing
 from hfaccel_kernels.layouts import Layout
 from hfaccel_kernels.qlinear import plain_linear, qlinear, qlinear_reference
 from packed import LAYOUTS, SHAPES, name, oracle, random_packed
@@ -79,7 +79,7 @@ def test_plain_linear(backend, dtype):
 def test_gradients_reach_x_and_bias(backend):
     n, k = 37, 70
     packed = random_packed(INT4, n, k)
-    w = layouts.dequantize(*packed, INT4, n, k)
+    w = packing.dequantize(*packed, INT4, n, k)
     x = torch.randn(2, 3, k, requires_grad=True)
     bias = torch.randn(n, requires_grad=True)
     y = qlinear(x, *packed, bias, INT4, n, k)
@@ -98,7 +98,7 @@ def test_half_precision_gradients_keep_their_dtype(backend):
     x = torch.randn(3, k, dtype=torch.bfloat16, requires_grad=True)
     qlinear(x, *packed, None, INT4, n, k).sum().backward()
     assert x.grad.dtype == torch.bfloat16
-    want = layouts.dequantize(*packed, INT4, n, k).sum(0)
+    want = packing.dequantize(*packed, INT4, n, k).sum(0)
     assert torch.allclose(x.grad[1].float(), want, rtol=2**-7, atol=1e-2)
 
 
@@ -244,7 +244,7 @@ def test_the_gpu_reference_leaves_activations_alone():
     n, k = 20, 64
     packed, x = random_packed(INT4, n, k), torch.randn(3, k)
     y = qlinear_reference(x, *packed, None, INT4, n, k, quantize=False)
-    assert torch.allclose(y, x @ layouts.dequantize(*packed, INT4, n, k).t(), atol=1e-4)
+    assert torch.allclose(y, x @ packing.dequantize(*packed, INT4, n, k).t(), atol=1e-4)
 
 
 def test_backends_are_forced_explained_and_refused(monkeypatch):

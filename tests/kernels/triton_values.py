@@ -14,14 +14,8 @@ import torch
 
 from hfaccel_kernels import triton_activations, triton_linear, triton_paged, triton_split
 from hfaccel_kernels.activations import quantize_activations
-from hfaccel_kernels.layouts import (
-    Layout,
-    dequantize,
-    pack_codes,
-    pack_rows,
-    pack_scales,
-    unpack_scales,
-)
+from hfaccel_kernels.layouts import Layout
+from hfaccel_kernels.packing import dequantize, pack_codes, pack_rows, pack_scales, unpack_scales
 from hfaccel_kernels.pages import cache_write, cache_write_reference, dequantize_kv, quantize_kv
 
 ENGINE = os.environ["HFACCEL_TRITON_ENGINE"]

@@ -17,7 +17,8 @@ from hfaccel.quant.linear import ScaledLinear, is_conv1d, is_packed
 from hfaccel.quant.rtn import round_to_nearest
 from hfaccel.recipe import PatchConfig
 from hfaccel.sites import Plan
-from hfaccel_kernels.layouts import Layout, dequantize_codes
+from hfaccel_kernels.layouts import Layout
+from hfaccel_kernels.packing import dequantize_codes
 from plans import record_errors
 from saved import logits, reload
 from tiny import FAMILIES, ids, tiny

@@ -9,7 +9,7 @@ from hfaccel import FP8, PatchError
 from hfaccel.quant.linear import codes_of, is_packed
 from hfaccel.transform import Site
 from hfaccel_kernels.codebook import FLOAT8, TOP, round_e4m3
-from hfaccel_kernels.layouts import unpack_scales
+from hfaccel_kernels.packing import unpack_scales
 from tiny import ids, tiny
 
 
@@ -56,7 +56,8 @@ def test_activations_round_half_to_even_and_saturate():
 
 def test_every_float8_there_is_through_every_product():
     """Each code as a weight, times one: the product is the code's value, subnormals included."""
-    from hfaccel_kernels.layouts import Layout, pack_codes, pack_scales
+    from hfaccel_kernels.layouts import Layout
+    from hfaccel_kernels.packing import pack_codes, pack_scales
     from hfaccel_kernels.qlinear import qlinear
 
     for format, dtype in FLOAT8.items():

@@ -16,7 +16,8 @@ from hfaccel.quant.grid import round_to_grid, search_grid
 from hfaccel.quant.linear import QuantExperts, codes_of
 from hfaccel.quant.rtn import round_to_nearest
 from hfaccel.transform import Site
-from hfaccel_kernels.layouts import Layout, dequantize_codes
+from hfaccel_kernels.layouts import Layout
+from hfaccel_kernels.packing import dequantize_codes
 from saved import logits
 from tiny import ids, tiny
 

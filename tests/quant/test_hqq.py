@@ -13,7 +13,8 @@ from hfaccel.quant.hqq import HQQ, P, expected_square, half_quadratic
 from hfaccel.quant.linear import codes_of, is_packed
 from hfaccel.quant.rtn import round_to_nearest
 from hfaccel.transform import Site
-from hfaccel_kernels.layouts import Layout, dequantize_codes
+from hfaccel_kernels.layouts import Layout
+from hfaccel_kernels.packing import dequantize_codes
 from saved import logits, reload
 from tiny import tiny
 

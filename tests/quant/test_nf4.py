@@ -10,7 +10,8 @@ from hfaccel import NF4, PatchError
 from hfaccel.quant.linear import codes_of, is_packed
 from hfaccel.transform import Site
 from hfaccel_kernels import codebook, double_scales
-from hfaccel_kernels.layouts import Layout, unpack_scales
+from hfaccel_kernels.layouts import Layout
+from hfaccel_kernels.packing import unpack_scales
 from saved import logits, reload
 from tiny import tiny
 

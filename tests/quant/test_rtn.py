@@ -12,7 +12,8 @@ from hfaccel.quant.linear import QuantEmbedding, QuantExperts, QuantLinear, code
 from hfaccel.quant.packing import pack_matrix
 from hfaccel.quant.rtn import RTN, round_to_nearest
 from hfaccel.transform import Site
-from hfaccel_kernels.layouts import Layout, dequantize, unpack_codes, unpack_rows
+from hfaccel_kernels.layouts import Layout
+from hfaccel_kernels.packing import dequantize, unpack_codes, unpack_rows
 from tiny import tiny
 
 GRIDS = [
