@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hfaccel
-from formats.test_gguf import unrounded
+from gguf_models import unrounded
 from hfaccel.demo import demo_gguf, demo_model
 from hfaccel.formats.gguf import GGUFModel
 from hfaccel.formats.gguf_tokenizer import tokenizer_of
@@ -69,7 +69,7 @@ def test_the_reference_executor_is_within_1e_4_of_the_dequantized_model(models, 
 
 def test_the_native_plan_is_within_what_is_stated(models):
     """int4's error in kernels/README.md, whose inputs are rounded alike; every record is held to 1e-5 in
-    tests/formats/test_gguf.py. Perplexity, over more text than a test has, is `measure.accuracy`'s."""
+    tests/formats/test_gguf_packed.py. Perplexity, over more text than a test has, is `measure.accuracy`'s."""
     windows = cut_windows(models[2], text("wikitext2_test"), windows=1)[:, :512]
     row = accuracy.accuracy("demo", "gguf", windows)
     assert row["logits_rms"] <= 2.2e-2

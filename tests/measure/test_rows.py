@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hfaccel
-from formats.test_gguf import of_blocks
+from gguf_models import of_blocks
 from hfaccel.errors import PatchError
 from hfaccel.measure import rows
 from hfaccel.measure.chart import bars
