@@ -56,6 +56,7 @@ class GGUFModel:
             self.row: Architecture = architecture_of_file(self.file.metadata)
             self.config = self._config()
             self.sources = self._sources()
+        self.mixed: list[str] = []  # experts that no one layout holds
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -221,7 +222,9 @@ class GGUFModel:
             if name.endswith(".gate_up_proj") and source.pair.stacked:
                 other = self.sources[name.removesuffix("gate_up_proj") + "down_proj"]
                 if source.layout != other.layout:
-                    log.warning("%s: experts of two types are dequantized", name.rpartition(".")[0])
+                    holder = name.rpartition(".")[0]
+                    log.warning("%s: experts of two types are dequantized", holder)
+                    self.mixed.append(holder)
                     source.layout = other.layout = None
 
     def _dequantized(self) -> bool:
@@ -271,6 +274,9 @@ class GGUFModel:
             FOREIGN.reset(token)
             vars(self.config).pop("quantization_config", None)
         model.config.name_or_path = str(self.path)
+        if record.packed:
+            why = f"dequantized to {str(dtype).removeprefix('torch.')}: experts of two types"
+            model._hfaccel.skipped |= dict.fromkeys(self.mixed, why)
         return model
 
     def _record(self, dtype: torch.dtype, transforms: PatchConfig | None) -> SavedConfig:

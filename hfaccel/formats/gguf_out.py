@@ -110,7 +110,7 @@ def _known() -> str:
     return ", ".join(gguf_mix.VARIANTS)
 
 
-# --- what is written ------------------------------------------------------------------------------
+# What is written --------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -212,7 +212,7 @@ def _name_of(entries: list[_Entry], gguf: str) -> str:
     return next(entry.pair.name for entry in entries if entry.pair.gguf == gguf)
 
 
-# --- metadata -------------------------------------------------------------------------------------
+# Metadata ---------------------------------------------------------------------------------------------------
 
 
 def _general(model: nn.Module, variant: str, parameters: int) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def _add(writer: Any, key: str, value: Any) -> None:
     writer.add_key_value(key, value, kinds.ARRAY, kind)
 
 
-# --- the file -------------------------------------------------------------------------------------
+# The file ---------------------------------------------------------------------------------------------------
 
 
 def _write(

@@ -86,7 +86,7 @@ _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# --- blocks of 32 ---------------------------------------------------------------------------------
+# Blocks of 32 -----------------------------------------------------------------------------------------------
 
 
 def _q8_0(x: Tensor, v: Tensor | None) -> Tensor:
@@ -128,7 +128,7 @@ def _affine(bits: int, encode: Callable) -> Callable:
     return block
 
 
-# --- superblocks of 256 ---------------------------------------------------------------------------
+# Superblocks of 256 -----------------------------------------------------------------------------------------
 
 
 def _k_affine(bits: int, encode: Callable) -> Callable:
@@ -227,7 +227,7 @@ def _q6_k(x: Tensor, v: Tensor | None) -> Tensor:
     return gguf_encode.q6_k(codes.t().to(torch.uint8).contiguous(), s.t().to(torch.int8).contiguous(), d)
 
 
-# --- groups ---------------------------------------------------------------------------------------
+# Groups -----------------------------------------------------------------------------------------------------
 
 
 def _search_symmetric(x: Tensor, v: Tensor, low: int, high: int) -> Tensor:

@@ -2,9 +2,10 @@
 
 `QUANTIZERS` says what reads each. A reader turns what a file has of one linear into a `Source`: the matrix in
 our codes, scales and zero points, and the layout that holds it bit for bit; where none does (columns whose
-groups are not consecutive) the linear is dequantized, and a warning says which. Everything small - names,
-shapes, scales' dtypes, zero points, the groups of columns - is checked before anything is loaded; the codes
-are mapped and taken over one matrix at a time. The result is a patched model as from a folder of ours.
+groups are not consecutive) the linear is dequantized, and a warning and `report` say which. Everything small
+- names, shapes, scales' dtypes, zero points, the groups of columns - is checked before anything is loaded;
+the codes are mapped and taken over one matrix at a time. The result is a patched model as from a folder of
+ours.
 """
 
 from __future__ import annotations
@@ -218,6 +219,7 @@ def load(
     Raises: CheckpointError naming the key or tensor that is wrong; AlreadyPatched for a recipe that rounds.
     """
     from hfaccel.loading import FOREIGN
+    from hfaccel.patch import patch
 
     method = record["quant_method"]
     if isinstance(recipe, str) or any(t.stage < Stage.RUNTIME for t in getattr(recipe, "transforms", ())):
@@ -246,7 +248,8 @@ def load(
         if source.layout is not None:
             saved.packed[source.name] = Packed("linear", method, source.layout, source.size)
     _tie(saved, skeleton, config, tensors, given)
-    if dequantized := [source.name for source in sources.values() if source.layout is None]:
+    dequantized = [source.name for source in sources.values() if source.layout is None]
+    if dequantized:
         more = f" and {len(dequantized) - 1} others" if dequantized[1:] else ""
         log.warning("%s%s: no layout holds its columns, dequantized to %s", dequantized[0], more, dtype)
     if saved.packed:
@@ -263,6 +266,10 @@ def load(
     if unexpected := sorted(info["unexpected_keys"]):
         raise CheckpointError(f"{unexpected[0]} is not a tensor of {type(model).__name__}")
     model.config.name_or_path = str(path)
+    if not saved.packed:  # nothing is, and the runtime serves it all the same
+        patch(model, saved.config, keep_original=False)
+    why = f"dequantized to {str(dtype).removeprefix('torch.')}: groups of its columns lie apart"
+    model._hfaccel.skipped |= dict.fromkeys(dequantized, why)
     if device is not None:
         model.to(device)
     return model.eval()

@@ -42,6 +42,21 @@ def test_columns_in_another_order_are_dequantized_and_said(folder, caplog):
     codes = words.unpack(found[f"{NAME}.qweight"].t(), 4, 64).float()
     assert torch.equal(linear.weight, (codes - 8) * found[f"{NAME}.scales"].float().t()[:, index])
     assert model.generate(ids(1, 5), max_new_tokens=3).shape == (1, 8)
+    said = hfaccel.report(model)
+    assert said.skipped == {NAME: "dequantized to float32: groups of its columns lie apart"}
+    assert f"left alone: {NAME.replace('0', '*')}: dequantized to float32" in str(said)
+
+
+def test_a_folder_of_which_nothing_stays_packed_is_served_by_the_runtime_and_reported(folder):
+    def change(tensors):
+        for name in [n for n in tensors if n.endswith(".g_idx")]:
+            tensors[name] = tensors[name].flip(0)
+
+    edit(folder, change, lambda record: record.update(desc_act=True))
+    model = hfaccel.from_pretrained(folder, "kv8")
+    said = hfaccel.report(model)
+    assert len(said.skipped) == 14 and said.recipe == "kv8" and not said.records
+    assert "executor" in said.runs["generate"]
 
 
 def test_desc_act_with_static_groups_stays_packed(folder):
