@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from . import paged, pages, qlinear, triton_support
+from . import lora, paged, pages, qlinear, triton_support
 from .layouts import Layout
 from .triton_support import SHARED_BYTES
 
@@ -239,6 +239,19 @@ def _write(dtype=torch.bfloat16, size=64, int8=False):
     pages.cache_write(x, x, held, held, torch.empty(16, dtype=torch.int64), scales, scales)
 
 
+def _lora(tokens, ranks=64, dtype=torch.bfloat16, n=4096, k=4096, tables=None, y=None):
+    slots, tables = 32, tables or dtype
+    lora.lora_add(
+        torch.empty(tokens, n, dtype=y or dtype),
+        torch.empty(tokens, k, dtype=dtype),
+        torch.empty(tokens, dtype=torch.int32),
+        torch.empty(slots, ranks, k, dtype=tables),
+        torch.empty(slots, ranks, n, dtype=tables),
+        torch.empty(slots),
+        torch.empty(slots, dtype=torch.int32),
+    )
+
+
 _INT8, _INT8_ASYM = Layout(8), Layout(8, 64, False, "fp16")
 _INT4, _INT4_SYM = Layout(4, 64, False, "fp16"), Layout(4, 32, True, "fp16")
 _INT3, _INT2 = Layout(3, 64, False, "fp16"), Layout(2, 64, False, "fp16")
@@ -269,6 +282,9 @@ CASES: dict[str, list[Callable[[], None]]] = {
         partial(_attention, _FEW, size=128, keys=4096, int8=True, **_SINKS),  # in parts, and their join
         *(partial(_attention, _MANY, size=size) for size in (64, 128, 256)),
         partial(_attention, _MANY, _FP32, 128),
+    ],
+    "lora_add": [
+        partial(_lora, tokens, dtype=dtype) for tokens in (32, 512) for dtype in (torch.bfloat16, _FP32)
     ],
 }
 # For one GPU: the specializations that the configs meet besides.
@@ -301,6 +317,12 @@ MORE: dict[str, list[Callable[[], None]]] = {
         partial(_attention, _MANY, _FP32, 64, int8=True, **_SINKS),
         *(partial(_attention, _FEW, size=size, ratio=71) for size in (64, 256)),
         partial(_attention, _FEW, _FP32, 128, 48),  # heads of a KV head in pieces
+    ],
+    "lora_add": [
+        *(partial(_lora, tokens, 8, _FP16) for tokens in (1, 512)),
+        partial(_lora, 32, 136),  # ranks in tiles
+        *(partial(_lora, tokens, 32, tables=_FP32, y=_FP32) for tokens in (7, 200)),
+        *(partial(_lora, tokens, 8, n=70, k=130) for tokens in (7, 200)),  # nothing divisible by 16
     ],
 }
 

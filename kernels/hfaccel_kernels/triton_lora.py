@@ -10,8 +10,8 @@ tokens may come in any order. A program has EACH tokens of a tile to lead. Decod
 adapters are 32 programs side by side, and a token that leads nobody costs a program that ends at once.
 Prefill: tiles are large and mostly of one adapter; a program walks its leaders one after another.
 
-Nothing is read back to the host, grids follow from shapes alone, and there are no atomics: what is captured in
-a CUDA graph serves any adapters, and a token's result depends neither on its neighbours nor on the run.
+Nothing is read back to the host, grids follow from shapes alone, and there are no atomics: what is captured
+in a CUDA graph serves any adapters, and a token's result depends neither on its neighbours nor on the run.
 Products of x and a are exact (of fp32: three tf32 products, as are those of h and b); sums are fp32.
 """
 
@@ -25,16 +25,16 @@ from .triton_split import parts_of
 from .triton_support import Config, interpreting
 
 FEW = 128  # most tokens for which every token has a program of its own
-RANKS = 64  # largest tile of ranks
 # (tokens of a tile, tokens a program may lead)
 TILES = {"few": (16, 1), "many": (64, 16)}
 MOST_PARTS = {"few": 16, "many": 4}  # `_expand` reads them all, for each of its tiles
-# tile: K of `_shrink`, N of `_expand`.
+# tile: K and ranks of `_shrink`, N and ranks of `_expand`. Three tf32 products want two copies of both
+# factors: where those are fp32, and in `_expand`, larger tiles spill.
 SHRINK = {
-    "few": {"half": Config((128,), 4, 4), "fp32": Config((64,), 4, 3)},
-    "many": {"half": Config((64,), 4, 3), "fp32": Config((32,), 4, 3)},
+    "few": {"half": Config((128, 64), 4, 4), "fp32": Config((64, 64), 4, 3)},
+    "many": {"half": Config((64, 64), 4, 3), "fp32": Config((32, 32), 4, 3)},
 }
-EXPAND = {"few": Config((64,), 4, 2), "many": Config((64,), 4, 2)}
+EXPAND = {"few": Config((128, 32), 4, 2), "many": Config((64, 32), 8, 2)}
 _DOT = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -106,10 +106,10 @@ def _expand(
                 r = begin + tl.arange(0, BR)
                 inside = mine[:, None] & (r < used)[None, :]
                 narrow = tl.zeros((TOKENS, BR), tl.float32)
-                place = h + at[:, None] * ranks + r[None, :]
+                part = h + first.to(tl.int64) * ranks
                 for _ in range(parts):
-                    narrow += tl.load(place, mask=inside, other=0.0)
-                    place += stride_part
+                    narrow += tl.load(part + row[:, None] * ranks + r[None, :], mask=inside, other=0.0)
+                    part += stride_part
                 table = b + slot.to(tl.int64) * stride_slot + r[:, None] * stride_rank + column[None, :]
                 ws = tl.load(table, mask=(r < used)[:, None] & (column < n)[None, :], other=0.0)
                 acc = tl.dot(narrow, ws.to(tl.float32), acc, input_precision="tf32x3")
@@ -140,10 +140,11 @@ def lora_add(
     size = "few" if tokens <= FEW else "many"
     block, each = TILES[size]
     tiles, programs = -(-tokens // block), -(-tokens // block) * (block // each)
-    tile_r = min(max(16, triton.next_power_of_2(most)), RANKS)
     half = a.dtype == x.dtype and x.dtype != torch.float32
     shrink, expand = SHRINK[size]["half" if half else "fp32"], EXPAND[size]
-    (tile_k,), (tile_n,) = shrink.tile, expand.tile
+    padded = max(16, triton.next_power_of_2(most))
+    (tile_k, tile_r), (tile_n, tile_of_h) = shrink.tile, expand.tile
+    tile_r, tile_of_h = min(tile_r, padded), min(tile_of_h, padded)
     parts, part_k = parts_of(k, tile_k, tiles)
     if parts > MOST_PARTS[size]:
         part_k = -(-k // MOST_PARTS[size] // tile_k) * tile_k
@@ -156,7 +157,7 @@ def lora_add(
         STAGES=shrink.num_stages, num_warps=shrink.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
     _expand[(programs, -(-n // tile_n))](
-        h, adapters, b, scale, rank, y, tokens, n, parts, most, h.stride(0), b.stride(0), b.stride(1), y.stride(0),
-        TOKENS=block, EACH=each, BN=tile_n, BR=tile_r,
+        h, adapters, b, scale, rank, y, tokens, n, parts, most, h.stride(0), b.stride(0), b.stride(1),
+        y.stride(0), TOKENS=block, EACH=each, BN=tile_n, BR=tile_of_h,
         num_warps=expand.num_warps, num_stages=expand.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
