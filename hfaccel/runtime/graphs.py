@@ -2,10 +2,12 @@
 
 A decode step (one token a sequence) of B sequences runs in the smallest bucket that holds it. A bucket has
 tensors of its own for ids, positions, tables and lengths; a step copies its inputs there and replays. Rows
-that fill a bucket up read and write a scratch page, so that they touch nobody's past. Everything else -
-prefill, chunks, verification, buckets not captured - runs as modules. What a graph points to is compared at
-each step (the pool's storage): a mismatch captures anew. A model that cannot be captured, because its forward
-looks at what tensors hold, is found out at the first try and runs as modules from then on.
+that fill a bucket up read and write a scratch page, so that they touch nobody's past. Steps with adapters
+have buckets of their own, which say each row's slot too; one graph serves whatever adapters the slots hold.
+Everything else - prefill, chunks, verification, buckets not captured - runs as modules. What a graph points
+to is compared at each step (the storage of the pool and of the adapters' tables): a mismatch captures anew. A
+model that cannot be captured, because its forward looks at what tensors hold, is found out at the first try
+and runs as modules from then on.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from hfaccel.attention.backend import Step, packed
 from hfaccel.cache.paged import StepCache
 from hfaccel.cache.pool import PagePool, Sequence
 from hfaccel.errors import PatchError
+from hfaccel.lora.slots import AdapterSlots
 from hfaccel.runtime import Unsupported
 from hfaccel.runtime.modules import Modules
 from hfaccel.runtime.runner import strict
@@ -46,9 +49,9 @@ def capture_cuda(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], t
 
 
 class _Bucket:
-    """Static inputs of `size` decode rows, and the graph over them."""
+    """Static inputs of `size` decode rows, and the graph over them; `lora`: rows may have adapters."""
 
-    def __init__(self, size: int, blocks: int, device: torch.device):
+    def __init__(self, size: int, blocks: int, lora: bool, device: torch.device):
         self.ids = torch.zeros(size, dtype=torch.long, device=device)
         self.positions = torch.zeros(size, dtype=torch.long, device=device)
         self.tables = torch.full((size, blocks), -1, dtype=torch.int32, device=device)
@@ -56,10 +59,11 @@ class _Bucket:
         self.lengths = torch.ones(size, dtype=torch.int32, device=device)
         self.slots = torch.zeros(size, dtype=torch.long, device=device)
         self.every = torch.arange(size, device=device)
+        self.adapters = torch.full((size,), -1, dtype=torch.int32, device=device) if lora else None
         self.replay: Callable[[], None] | None = None
         self.out: torch.Tensor | None = None
 
-    def fill(self, ids, positions, tables, lengths, scratch: int, page_tokens: int) -> None:
+    def fill(self, ids, positions, tables, lengths, adapters, scratch: int, page_tokens: int) -> None:
         """Copy a step's inputs in; nothing here waits for the device."""
         rows, width = tables.shape
         self.ids.zero_()[:rows] = ids
@@ -67,6 +71,8 @@ class _Bucket:
         self.tables.fill_(-1)[:rows, :width] = tables
         self.tables[rows:, 0] = scratch
         self.lengths.fill_(1)[:rows] = lengths
+        if self.adapters is not None:
+            self.adapters.fill_(-1)[:rows] = adapters
         last = self.lengths.long() - 1
         page = torch.take_along_dim(self.tables, (last // page_tokens)[:, None], dim=1)[:, 0].long()
         self.slots.copy_(page * page_tokens + last % page_tokens)
@@ -77,53 +83,65 @@ class Graphs(Modules):
 
     name = "graphs"
 
-    def __init__(self, model: nn.Module, *, capture=capture_cuda, device: str = "cuda"):
+    def __init__(
+        self,
+        model: nn.Module,
+        lora: AdapterSlots | None = None,
+        *,
+        capture=capture_cuda,
+        device: str = "cuda",
+    ):
         if model.device.type != device:
             raise Unsupported(f"the model is on {model.device}")
-        super().__init__(model)
+        super().__init__(model, lora)
         if self.mode != "packed":
             raise Unsupported(f"{self.why_rows}: decode cannot be captured")
         self.capture = capture
-        self.buckets: dict[tuple[int, int], _Bucket] = {}  # (rows, width of the tables), oldest first
+        # (rows, width of the tables, whether rows have adapters), oldest first
+        self.buckets: dict[tuple[int, int, bool], _Bucket] = {}
         self.captures = self.replays = 0
         self.why_not = ""  # what a capture failed with
-        self._of: tuple[PagePool, int] | None = None
+        self._of: tuple[PagePool, int, int] | None = None
 
-    def step(self, pool, ids, positions, block_tables, q_starts, lengths, rows, *, hidden=False):
+    def step(
+        self, pool, ids, positions, block_tables, q_starts, lengths, rows, *, hidden=False, adapters=None
+    ):
         """As `Modules.step`; decode of all rows is replayed. Every sequence has a new token (the runner sends
         no others), so that as many tokens as sequences means one each."""
         args = (pool, ids, positions, block_tables, q_starts, lengths, rows)
         count = ids.shape[0]
         decode = 0 < count == lengths.shape[0] == rows.shape[0] <= BUCKETS[-1] and not hidden
         if not decode or self.mode != "packed" or not self.verified or self.why_not:
-            return super().step(*args, hidden=hidden)
+            return super().step(*args, hidden=hidden, adapters=adapters)
+        self._check(adapters)
         size = next(b for b in BUCKETS if b >= count)
         scratch = None
         try:
             if size > count:
                 scratch = Sequence(pool)
                 scratch.extend(1)  # before the pool's version is looked at: it may grow
-            bucket = self._bucket(pool, size, block_tables.shape[1], ids.device)
+            bucket = self._bucket(pool, size, block_tables.shape[1], adapters is not None, ids.device)
             page = scratch.pages[0] if scratch is not None else 0
-            bucket.fill(ids, positions, block_tables, lengths, page, pool.page_tokens)
+            bucket.fill(ids, positions, block_tables, lengths, adapters, page, pool.page_tokens)
             if bucket.replay is None and not self._capture(pool, bucket):
-                return super().step(*args)
+                return super().step(*args, adapters=adapters)
             bucket.replay()
             self.replays += 1
             return bucket.out[:count][rows]  # a copy: the next replay writes over it
         except PatchError:  # no page to spare for rows that fill up
             if scratch is None or scratch.pages:
                 raise
-            return super().step(*args)
+            return super().step(*args, adapters=adapters)
         finally:
             if scratch is not None:
                 scratch.free()
 
-    def _bucket(self, pool: PagePool, size: int, width: int, device: torch.device) -> _Bucket:
-        if self._of is None or self._of[0] is not pool or self._of[1] != pool.version:
+    def _bucket(self, pool: PagePool, size: int, width: int, lora: bool, device: torch.device) -> _Bucket:
+        now = (pool, pool.version, 0 if self.lora is None else self.lora.version)
+        if self._of != now:
             self.buckets.clear()
-            self._of = (pool, pool.version)
-        key = (size, -(-width // BLOCKS) * BLOCKS)
+            self._of = now
+        key = (size, -(-width // BLOCKS) * BLOCKS, lora)
         if key not in self.buckets:
             while len(self.buckets) >= MOST_GRAPHS:
                 del self.buckets[next(iter(self.buckets))]
@@ -153,4 +171,4 @@ class Graphs(Modules):
         cache = StepCache(pool, self.layers)
         cache.step = step
         with packed(step):
-            return self._forward(bucket.ids, bucket.positions, cache, bucket.every, False)
+            return self._forward(bucket.ids, bucket.positions, cache, bucket.every, False, bucket.adapters)

@@ -2,9 +2,10 @@
 
     y[t] += scale[s] * ((x[t] @ a[s]^T) @ b[s]),  s = adapters[t] >= 0, rank[s] > 0
 
-Tables hold one adapter a slot: a [S, R, K], b [S, R, N]; rows from `rank[s]` on are not looked at. Products and
-sums are fp32 in every backend, and y is rounded once. A token without an adapter, or whose adapter has rank 0,
-keeps its bits of y. Tokens of one adapter may stand anywhere; next to each other they cost least. No gradients.
+Tables hold one adapter a slot: a [S, R, K], b [S, R, N]; rows from `rank[s]` on are not looked at. Products
+and sums are fp32 in every backend, and y is rounded once. A token without an adapter, or whose adapter has
+rank 0, keeps its bits of y. Tokens of one adapter may stand anywhere; next to each other they cost least. No
+gradients.
 """
 
 from __future__ import annotations

@@ -7,8 +7,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hfaccel.attention import backend
 from hfaccel.errors import PatchError
 from hfaccel.generate import mixin
+from hfaccel.lora.adapters import read_adapter
+from hfaccel.lora.slots import AdapterSlots
 from hfaccel.runtime import Unsupported, graphs, modules, runner
 from hfaccel.runtime.graphs import Graphs
+from lora_folders import LINEARS, adapter
 from runners import dense, running
 from tiny import ids, tiny
 
@@ -138,7 +141,7 @@ def test_graphs_replay_equals_modules(family, kv_bits, gpu):
         torch.testing.assert_close(run.step(*args).flip(0), logits, atol=tolerance, rtol=0)
         run.executor = executor
     assert not executor.why_not and executor.replays == 8 and 2 <= executor.captures < 8
-    assert {size for size, _ in executor.buckets} <= {2, 4}
+    assert {size for size, *_ in executor.buckets} <= {2, 4}
     for s in sequences:
         s.free()
     assert run.pool.used_pages == 0
@@ -224,3 +227,57 @@ def test_as_many_tokens_as_sequences_need_not_be_one_each(gpu):
     with pytest.raises(PatchError, match="at least one token"):
         run.step(extra[:0], extra[:0], sequences, [0, 0], torch.arange(0))
     assert executor.replays == 0 and [s.length for s in sequences] == [7, 7]
+
+
+def gathered(y, x, adapters, a, b, scale, rank):
+    """`lora_add` as a GPU kernel sees it: nothing depends on what the tensors hold."""
+    slot = adapters.clamp_min(0).long()
+    used = (torch.arange(a.shape[1]) < rank[slot, None]) & (adapters >= 0)[:, None]
+    narrow = torch.einsum("tk,trk->tr", x, a[slot]) * used * scale[slot, None]
+    y += torch.einsum("tr,trn->tn", narrow, b[slot])
+
+
+def test_one_graph_serves_any_adapters(gpu, monkeypatch, tmp_path):
+    """Slots are inputs of a graph: it is replayed with others, and with other adapters in the same slots.
+    Tables made anew are captured anew; rows that fill a bucket up have none."""
+    model, run = running("TL")
+    peft = [adapter(tiny("TL"), tmp_path / str(n), seed=n, targets=LINEARS, r=4) for n in range(3)]
+    peft.append(adapter(tiny("TL"), tmp_path / "3", seed=3, targets=LINEARS, r=12))
+    known = [read_adapter(str(n), tmp_path / str(n), model) for n in range(4)]
+    slots = AdapterSlots(model, slots=2)
+    slots.make_room(known[0])
+    monkeypatch.setattr(modules, "lora_add", gathered)
+    run.refresh()
+    run.executor = executor = Graphs(model, slots, capture=stub, device="cpu")
+    rows = [ids(1, 3 + b, seed=b)[0] for b in range(3)]
+    held = run.sequence()
+    held.extend(1)  # a pool without users gives its storage back
+    run.pool.reserve(20)
+
+    def decode(whose):
+        """The last token of each row as a step of its own, after a prefill of the others."""
+        for n in {n for n in whose if n is not None}:
+            assert slots.acquire(known[n])
+        adapters = [-1 if n is None else slots.slot(known[n]) for n in whose]
+        sequences, counts = [run.sequence() for _ in rows], [len(row) - 1 for row in rows]
+        starts = torch.cat([torch.arange(count) for count in counts])
+        first = torch.cat([row[:-1] for row in rows])
+        run.step(first, starts, sequences, counts, torch.arange(1), adapters=adapters)
+        last, ends = torch.stack([row[-1] for row in rows]), torch.tensor(counts)
+        found = run.step(last, ends, sequences, [1] * 3, torch.arange(3), adapters=adapters)
+        for row, n, got in zip(rows, whose, found, strict=True):
+            want = dense(model if n is None else peft[n], row)[-1]
+            torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+        for sequence in sequences:
+            sequence.free()
+        for n in {n for n in whose if n is not None}:
+            slots.release(known[n])
+
+    for whose in ([0, None, 1], [1, 1, 0], [None, 2, 1], [None, None, None]):
+        decode(whose)
+    assert not executor.why_not and executor.replays == 4 and executor.captures == 2  # with adapters, without
+    slots.make_room(known[3])
+    decode([3, None, 2])
+    assert executor.replays == 5 and executor.captures == 3
+    held.free()
+    assert not any(module._forward_hooks for module in model.modules())
