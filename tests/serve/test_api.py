@@ -11,6 +11,8 @@ import openai
 import pytest
 
 from live import CONTEXT_TOKENS, Live, folder
+from lora_folders import adapter
+from tiny import tiny
 
 KEY = "a-key"
 MESSAGES = [{"role": "user", "content": "hello the world"}]
@@ -20,9 +22,11 @@ LONG = "the then there this that with other are era hello world " * 3  # some pa
 @pytest.fixture(scope="module")
 def live(tmp_path_factory):
     root = tmp_path_factory.mktemp("served")
-    (root / "adapters").mkdir()
+    for name, seed in (("one", 1), ("two", 2)):
+        adapter(tiny("TL"), root / "adapters" / name, seed=seed)
     args = "--name tl --recipe int8 --pages 700 --max-running 8 --max-queue 8 --max-body 100000".split()
-    live = Live(folder(root / "model"), *args, "--api-key", KEY, "--lora-dir", str(root / "adapters"))
+    places = ["--lora", f"one={root / 'adapters' / 'one'}", "--lora-dir", str(root / "adapters")]
+    live = Live(folder(root / "model"), *args, "--api-key", KEY, *places)
     live.root = root
     yield live
     assert live.stop() == 0
@@ -233,7 +237,7 @@ def test_embeddings_are_numbers_or_base64(client, http):
 
 
 def test_models_health_version_and_metrics(client, http):
-    assert [model.id for model in client.models.list()] == ["tl"]
+    assert [model.id for model in client.models.list()] == ["tl", "one"]
     assert client.models.retrieve("tl").id == "tl"
     assert http.get("/health").json() == {"status": "ok"} and http.get("/version").json()["version"]
     before = gauges(http)
@@ -373,6 +377,23 @@ def test_adapters_come_from_their_folder_alone(live, http):
     assert load("empty", "tl").json()["error"]["param"] == "lora_name"
     gone = http.post("/v1/unload_lora_adapter", json={"lora_name": "a"})
     assert gone.status_code == 404 and gone.json()["error"]["param"] == "lora_name"
+
+
+def test_an_adapter_is_a_model_by_its_name(client, http):
+    asked = {"prompt": LONG, "max_tokens": 12, "temperature": 0}
+    texts = [client.completions.create(model=name, **asked).choices[0].text for name in ("tl", "one")]
+    body = {"lora_name": "other", "lora_path": "two"}
+    loaded = http.post("/v1/load_lora_adapter", json=body)
+    assert loaded.status_code == 200 and "other" in loaded.text
+    assert http.post("/v1/load_lora_adapter", json=body).json()["error"]["code"] == "adapter_loaded"
+    assert http.post("/v1/load_lora_adapter", json=body | {"load_inplace": True}).status_code == 200
+    assert {m.id: m.parent for m in client.models.list()} == {"tl": None, "one": "tl", "other": "tl"}
+    texts.append(client.completions.create(model="other", **asked).choices[0].text)
+    assert len(set(texts)) == 3
+    assert [client.completions.create(model=n, **asked).choices[0].text for n in ("tl", "one")] == texts[:2]
+    assert http.post("/v1/unload_lora_adapter", json={"lora_name": "other"}).status_code == 200
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", **asked)
 
 
 # -- load
