@@ -12,7 +12,7 @@ import os
 import pytest
 import torch
 
-from hfaccel_kernels import triton_activations, triton_linear, triton_paged, triton_split
+from hfaccel_kernels import triton_activations, triton_linear, triton_lora, triton_paged, triton_split
 from hfaccel_kernels.activations import quantize_activations
 from hfaccel_kernels.layouts import Layout
 from hfaccel_kernels.packing import dequantize, pack_codes, pack_rows, pack_scales, unpack_scales
@@ -433,3 +433,86 @@ def test_attention_refuses():
         triton_paged.paged_attention(torch.zeros(1, 2, 512), wide, wide, *rest)
     with pytest.raises(ValueError, match="head size 16"):
         triton_paged.paged_attention(q, torch.zeros(1, 16, 1, 8), pages, *rest)
+
+
+# ---------------------------------------------------------------- LoRA
+
+
+def lora_case(adapters, ranks, n=40, k=70, dtype=BF16, most=None, y_dtype=None, tables=None):
+    return adapters, ranks, n, k, dtype, most or max(ranks), y_dtype or dtype, tables or dtype
+
+
+LORA = {
+    # decode: 32 adapters, a token each; all of one; none; holes
+    "32-adapters": lora_case([*range(32)], [8] * 32),
+    "shuffled": lora_case([3, -1, 0, 3, 1, 0, -1, 3, 2, 1, 0, 2, 3, -1, 1, 0, 2, 2, 3, 0], [4, 16, 1, 8]),
+    "one": lora_case([0], [8], k=2100),
+    "one-adapter": lora_case([1] * 20, [2, 5], dtype=FP16),
+    "nobody": lora_case([-1] * 5, [8]),
+    "rank-0": lora_case([0, 1, 0, 1, -1], [0, 3]),
+    "empty": lora_case([], [8]),
+    "fp32": lora_case([2, 0, 1, 2, -1, 1], [4, 8, 7], n=150, k=300, dtype=FP32),
+    "fp32-parts": lora_case([1, 0], [16, 8], k=1100, dtype=FP32),
+    "fp32-tables": lora_case([0, 1, -1, 0], [4, 8], tables=FP32),
+    "fp32-y": lora_case([0, 1, -1, 0], [4, 8], y_dtype=FP32),
+    "one-element": lora_case([0, -1], [1], n=1, k=1),
+    "large-ranks": lora_case([1, 0, -1, 2], [100, 64, 130], dtype=FP32, most=136),
+    # prefill: runs with an end in a tile, and runs of all lengths
+    "runs": lora_case([0] * 70 + [2] * 60 + [-1] * 9 + [1] * 20 + [0] * 3, [8, 16, 4]),
+    "runs-fp32": lora_case([1] * 100 + [0] * 33, [8, 20], k=1100, dtype=FP32),
+    "many-shuffled": lora_case([t * 7 % 5 - 1 for t in range(140)], [8, 0, 4, 2], n=70),
+}  # fmt: skip
+LORA_TTSEM = {"shuffled", "fp32", "rank-0", "runs"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=i, marks=ttsem_too if i in LORA_TTSEM else ()) for i, c in LORA.items()]
+)
+def test_lora(case):
+    """Each token gets its own adapter's product; where it has none its bits stay."""
+    adapters, ranks, n, k, dtype, most, y_dtype, tables = case
+    slots, tokens = len(ranks), len(adapters)
+    # beyond a slot's rank lies what nobody may read
+    a, b = torch.full((slots, most, k), float("nan")), torch.full((slots, most, n), float("nan"))
+    for slot, rank in enumerate(ranks):
+        a[slot, :rank], b[slot, :rank] = torch.randn(rank, k), torch.randn(rank, n)
+    a, b, scale = a.to(tables), b.to(tables), torch.rand(slots) + 0.5
+    x, y = torch.randn(tokens, k).to(dtype), torch.randn(tokens, n).to(y_dtype)
+    want, reach = y.double(), torch.zeros(tokens, n, dtype=torch.float64)
+    for token, slot in enumerate(adapters):
+        if slot >= 0:
+            xs, (down, up) = x[token].double(), (t[slot, : ranks[slot]].double() for t in (a, b))
+            want[token] += scale[slot].double() * ((xs @ down.T) @ up)
+            reach[token] = scale[slot].double() * ((xs.abs() @ down.abs().T) @ up.abs())
+    padded = torch.full((tokens, n + 3), float("nan"), dtype=y_dtype)
+    padded[:, :n] = y
+    padded = padded.to(DEVICE)
+    found = padded[:, :n]
+    rest = (torch.tensor(adapters, dtype=torch.int32), a, b, scale, torch.tensor(ranks, dtype=torch.int32))
+    triton_lora.lora_add(found, x.to(DEVICE), *(t.to(DEVICE) for t in rest))
+    assert_within(found, want, SUMS * reach + (ROUNDING[y_dtype] + SUMS) * want.abs())
+    bare = torch.tensor([slot < 0 or not ranks[slot] for slot in adapters], dtype=torch.bool)
+    assert torch.equal(found.cpu()[bare], y[bare]) and padded[:, n:].isnan().all()
+
+
+def test_lora_of_neighbours():
+    """A token's bits do not depend on whose tokens stand beside it."""
+    adapters = torch.tensor([2, 0, 1, 2, 1, -1, 0, 2], dtype=torch.int32)
+    a, b, x, y = (torch.randn(shape) for shape in ((3, 8, 96), (3, 8, 40), (8, 96), (8, 40)))
+    tables = [t.to(DEVICE) for t in (a, b, torch.rand(3), torch.tensor([8, 4, 6], dtype=torch.int32))]
+
+    def run(order):
+        found = y[order].to(DEVICE)
+        triton_lora.lora_add(found, x[order].to(DEVICE), adapters[order].to(DEVICE), *tables)
+        return found.cpu()
+
+    together, order = run(torch.arange(8)), torch.tensor([5, 2, 7, 0, 6, 1, 3, 4])
+    assert torch.equal(run(order), together[order])
+    assert all(torch.equal(run(torch.tensor([t]))[0], together[t]) for t in (0, 3))
+
+
+def test_lora_refuses():
+    ints = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="contiguous"):
+        rest = (torch.zeros(1, 1, 3), torch.zeros(1, 1, 4), torch.ones(1), ints[:1])
+        triton_lora.lora_add(torch.zeros(4, 2).T, torch.zeros(2, 3), ints, *rest)
