@@ -139,6 +139,8 @@ def _generation(app: FastAPI, service: Service) -> None:
         width = service.server.engine.model.config.get_text_config(decoder=True).hidden_size
         if body.dimensions is not None and body.dimensions != width:
             raise ApiError(400, f"dimensions is {width} for this model", param="dimensions")
+        service.check_priority(body.priority)
+        service.check_count(len(body.input), "input")
         prompts = [
             await service.ids_of(text, special=body.add_special_tokens, param="input") for text in body.input
         ]

@@ -47,6 +47,7 @@ class Asked:
 
 def options_of(service: Service, body: Generation) -> dict[str, Any]:
     """Options that are alike for all prompts; the model's own defaults where a field is not given."""
+    service.check_priority(body.priority)
     found = dict(service.defaults)
     for field, option in OPTIONS.items():
         if (value := getattr(body, field)) is not None:
@@ -76,13 +77,15 @@ def _limited(service: Service, prompt: list[int], common: dict[str, Any], asked:
 async def completion_of(service: Service, body: CompletionRequest) -> Asked:
     """Raises: ApiError, as the functions below."""
     common = options_of(service, body)
+    n = body.best_of or body.n
+    service.check_count(n, "n")
+    service.check_count(n * len(body.prompt), "prompt")
     prompts = [await service.ids_of(text, special=body.add_special_tokens) for text in body.prompt]
     dropped = body.max_tokens == 0 and body.echo
     options = [
         _limited(service, prompt, common, body.max_tokens, field="max_tokens", least=0 if dropped else 1)
         for prompt in prompts
     ]
-    n = body.best_of or body.n
     scored = body.logprobs is not None
     if (scored or n > body.n) and service.pieces is None:
         raise ApiError(400, "the server has no tokenizer to name tokens", param="logprobs")

@@ -12,6 +12,8 @@ import torch
 
 from hfaccel.serve.requests import Options, Request, Score
 
+LEAST_LOGPROB = -9999.0  # of what cannot be: JSON has no infinity
+
 
 def choose(logits: torch.Tensor, request: Request) -> int:
     """The next token, from logits [vocab] of any dtype, which are not changed.
@@ -77,7 +79,7 @@ def candidates(row: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch
 
 def scores(logits: torch.Tensor, tokens: list[int], tops: list[int]) -> list[Score]:
     """How likely tokens [R] are by logits [R, vocab] of any dtype, each with so many alternatives."""
-    logprobs = logits.float().log_softmax(-1)
+    logprobs = logits.float().log_softmax(-1).clamp_min(LEAST_LOGPROB)
     most = min(max(tops), logits.shape[-1])
     chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
     values, ids = (x.tolist() for x in logprobs.topk(most)) if most else ([[]] * len(tokens),) * 2

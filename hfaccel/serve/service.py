@@ -241,8 +241,7 @@ class Service:
             raise going_down()
         if (state := self.state()) != "ok":
             raise ApiError(503, f"the engine is {state}", code="engine_unavailable")
-        if count > self.most:
-            raise ApiError(400, f"{count} answers at once; this server takes {self.most}", param="n")
+        self.check_count(count, "n")
         waiting = len(self.server.engine.scheduler.waiting)
         full = waiting >= self.bounds.max_queue > 0 or self._held + count > self.most
         if full:
@@ -252,6 +251,16 @@ class Service:
                 code="queue_full",
                 headers={"retry-after": str(self._retry_after())},
             )
+
+    def check_count(self, count: int, field: str) -> None:
+        """Raises: ApiError for more answers in one request than ever run and wait."""
+        if count > self.most:
+            raise ApiError(400, f"{count} answers at once; this server takes {self.most}", param=field)
+
+    def check_priority(self, priority: int) -> None:
+        """Raises: ApiError for one that would not count."""
+        if priority and self.server.engine.limits.policy != "priority":
+            raise ApiError(400, "priority counts under --policy priority alone", param="priority")
 
     def _retry_after(self) -> int:
         """Seconds until what waits now is probably served."""

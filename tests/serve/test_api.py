@@ -269,6 +269,8 @@ BAD = [
     ({"n": 10**6}, "n"),
     ({"n": True}, "n"),
     ({"n": 17}, "n"),  # more than run and wait at once
+    ({"prompt": ["a"] * 17}, "prompt"),
+    ({"priority": 1}, "priority"),  # under fcfs it would not count
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -5}, "max_tokens"),
     ({"max_tokens": "many"}, "max_tokens"),
