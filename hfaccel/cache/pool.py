@@ -66,7 +66,8 @@ class LayerPages:
 
 
 @torch.inference_mode(False)  # pages outlive the call that grows them, and are written outside of it
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that the operating system backs with memory when they are first written, on CPU."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
@@ -132,11 +133,11 @@ class PagePool:
         with self.lock:
             shape = (self.capacity, self.page_tokens, kv_heads)
             pages = LayerPages(
-                _zeros((*shape, k_size), stored, device), _zeros((*shape, v_size), stored, device)
+                zeros((*shape, k_size), stored, device), zeros((*shape, v_size), stored, device)
             )
             if self.bits == 8:
-                pages.k_scale = _zeros(shape, torch.float32, device)
-                pages.v_scale = _zeros(shape, torch.float32, device)
+                pages.k_scale = zeros(shape, torch.float32, device)
+                pages.v_scale = zeros(shape, torch.float32, device)
             self.layers[index] = pages
             self.version += 1
             return pages
@@ -159,7 +160,7 @@ class PagePool:
             for name in ("k", "v", "k_scale", "v_scale"):
                 old = getattr(pages, name)
                 if old is not None:
-                    new = _zeros((capacity, *old.shape[1:]), old.dtype, old.device)
+                    new = zeros((capacity, *old.shape[1:]), old.dtype, old.device)
                     new[:kept] = old[:kept]
                     setattr(pages, name, new)
         self.capacity = capacity

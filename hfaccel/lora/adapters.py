@@ -9,28 +9,21 @@ refused: DoRA, biases, whole modules, embeddings, fused experts.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hfaccel.errors import PatchError
+from hfaccel.lora.folder import CONFIG, WEIGHTS, BadAdapter, Weights, pattern, read_config, read_weights
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-CONFIG_BYTES = 1 << 20
-_PREFIX = "base_model.model."
 _MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+SCALE_MOST = 1e6  # of x A^T B^T; beyond it is a mistake, and fp16 knows no larger number than 65,504
 _numbers = itertools.count(1)
-
-
-class BadAdapter(PatchError):
-    """An adapter that cannot be served on this model; what is served already is not touched."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +48,7 @@ class Adapter:
     name: str
     path: Path
     parts: dict[str, Part]
+    weights: Weights = field(repr=False)
     number: int = field(default_factory=lambda: next(_numbers))
 
     @property
@@ -62,23 +56,18 @@ class Adapter:
         """The largest of any module."""
         return max(part.rank for part in self.parts.values())
 
-    def tensors(self):
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Yields (module, a [rank, k], b [n, rank]) as the file has them.
 
         Raises: BadAdapter where the file is no longer what was read at first.
         """
-        with _open(self.name, self.path) as file:
-            names = {_strip(key): key for key in file.keys()}
-            for module, part in self.parts.items():
-                keys = [names.get(f"{module}.lora_{side}.weight") for side in "AB"]
-                if None in keys:
-                    raise BadAdapter(f"adapter {self.name!r}: {self.path} has changed, {module} is gone")
-                a, b = (file.get_tensor(key) for key in keys)
-                if tuple(a.shape) != (part.rank, part.k) or tuple(b.shape) != (part.n, part.rank):
-                    raise BadAdapter(
-                        f"adapter {self.name!r}: {self.path} has changed, {module} has another size"
-                    )
-                yield module, a, b
+        try:
+            names = [f"{module}.lora_{side}.weight" for module in self.parts for side in "AB"]
+            matrices = self.weights.read(names)
+            for module in self.parts:
+                yield module, next(matrices), next(matrices)
+        except BadAdapter as why:
+            raise BadAdapter(f"adapter {self.name!r}: {why}") from why.__cause__
 
 
 def read_adapter(name: str, path: str | Path, model: nn.Module, *, max_rank: int = 64) -> Adapter:
@@ -86,21 +75,21 @@ def read_adapter(name: str, path: str | Path, model: nn.Module, *, max_rank: int
 
     Raises: BadAdapter, naming the adapter and the file, setting, module or tensor that does not fit.
     """
-    path = Path(path)
     try:
-        return Adapter(name, path, _parts(path, name, model, max_rank))
+        path = Path(path)
+        config, weights = read_config(path), read_weights(path)
+        return Adapter(name, path, _parts(config, weights, model, max_rank), weights)
     except BadAdapter as why:
         raise BadAdapter(f"adapter {name!r}: {why}") from why.__cause__
+    except (OSError, TypeError, ValueError) as why:  # no path, too long, not allowed, a NUL in it
+        raise BadAdapter(f"adapter {name!r}: {path!r} cannot be read: {why}") from why
 
 
-def _parts(path: Path, name: str, model: nn.Module, max_rank: int) -> dict[str, Part]:
-    config = _config(path)
-    _refuse_settings(config)
-    shapes = _shapes(name, path)
+def _parts(config: dict, weights: Weights, model: nn.Module, max_rank: int) -> dict[str, Part]:
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, dict[str, tuple[int, ...]]] = {}
-    for key, shape in shapes.items():
-        match = _MATRIX.fullmatch(_strip(key))
+    for key, tensor in weights.tensors.items():
+        match, shape = _MATRIX.fullmatch(key), tensor.shape
         if match is None and _is_base(key, shape, modules):
             continue
         if match is None:
@@ -109,7 +98,7 @@ def _parts(path: Path, name: str, model: nn.Module, max_rank: int) -> dict[str, 
             raise BadAdapter(f"{key} has shape {list(shape)}, not that of a matrix")
         found.setdefault(match["module"], {})[match["side"]] = shape
     if not found:
-        raise BadAdapter(f"{path / WEIGHTS} has no LoRA matrices")
+        raise BadAdapter(f"{weights.file} has no LoRA matrices")
     parts = {}
     for module, sides in found.items():
         if sides.keys() != {"A", "B"}:
@@ -123,12 +112,12 @@ def _is_base(key: str, shape: tuple[int, ...], modules: dict) -> bool:
 
     Raises: BadAdapter where it has another size: the vocabulary was resized.
     """
-    module = modules.get(_strip(key).removesuffix(".weight").removesuffix(".base_layer"))
+    module = modules.get(key.removesuffix(".weight").removesuffix(".base_layer"))
     if not key.endswith(".base_layer.weight") and not isinstance(module, nn.Embedding):
         return False
     rows = getattr(module, "num_embeddings", None) or getattr(module, "out_features", None)
-    if rows != shape[0]:
-        raise BadAdapter(f"{key} has {shape[0]} rows, the model's {rows}: the vocabulary was resized")
+    if shape[:1] != (rows,):
+        raise BadAdapter(f"{key} is {list(shape)}, the model has {rows} rows: the vocabulary was resized")
     return True
 
 
@@ -148,13 +137,15 @@ def _part(
         raise BadAdapter(f"{module}: lora_A has rank {rank}, lora_B {b[1]}")
     if a[1] != k or b[0] != n:
         raise BadAdapter(f"{module} maps {a[1]} to {b[0]}, the model's {k} to {n}: it is for another base")
-    expected = _pattern(config.get("rank_pattern"), module, config["r"])
+    expected = pattern(config.get("rank_pattern"), module, config["r"])
     if rank != expected:
         raise BadAdapter(f"{module} has rank {rank}, {CONFIG} says {expected}")
     if not 1 <= rank <= max_rank:
         raise BadAdapter(f"{module} has rank {rank}; at most {max_rank} is served (lora_max_rank)")
-    alpha = _pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
+    alpha = pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    if abs(scale) > SCALE_MOST:
+        raise BadAdapter(f"{module} is scaled by {scale:g}; at most {SCALE_MOST:g} is served (lora_alpha)")
     return Part(rank, scale, k, n)
 
 
@@ -167,54 +158,6 @@ def linear_size(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def _config(path: Path) -> dict[str, Any]:
-    file = path / CONFIG
-    if not path.is_dir():
-        raise BadAdapter(f"{path} is no folder")
-    if not file.is_file():
-        raise BadAdapter(f"{path} has no {CONFIG}: it is no PEFT adapter")
-    if file.stat().st_size > CONFIG_BYTES:
-        raise BadAdapter(f"{file} has more than {CONFIG_BYTES} bytes")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as why:
-        raise BadAdapter(f"{file} is no JSON: {why}") from why
-    if not isinstance(config, dict):
-        raise BadAdapter(f"{file} holds no settings")
-    for key in ("r", "lora_alpha"):
-        if not _is_number(config.get(key)):
-            raise BadAdapter(f"{key} in {CONFIG} is {config.get(key)!r}, not a number")
-    for key in ("rank_pattern", "alpha_pattern"):
-        patterns = config.get(key) or {}
-        if not isinstance(patterns, dict) or not all(_is_number(v) for v in patterns.values()):
-            raise BadAdapter(f"{key} in {CONFIG} is {patterns!r}, not numbers by module")
-    return config
-
-
-def _is_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _refuse_settings(config: dict[str, Any]) -> None:
-    if config.get("peft_type") != "LORA":
-        raise BadAdapter(f"peft_type {config.get('peft_type')!r} is not served, only LORA is")
-    for key, meant in {
-        "use_dora": "DoRA",
-        "lora_bias": "biases in lora_B",
-        "modules_to_save": "whole modules",
-        "trainable_token_indices": "trained tokens",
-        "target_parameters": "LoRA on parameters (fused experts)",
-        "layer_replication": "repeated layers",
-        "alora_invocation_tokens": "activated LoRA",
-    }.items():
-        if config.get(key):
-            raise BadAdapter(f"{key} in {CONFIG}: {meant} cannot be served beside other adapters")
-    if config.get("bias", "none") != "none":
-        raise BadAdapter(
-            f"bias={config['bias']!r} in {CONFIG}: trained biases cannot be served beside other adapters"
-        )
-
-
 def _why(key: str) -> str:
     if "lora_embedding" in key:
         return "LoRA on embeddings is not served"
@@ -223,45 +166,3 @@ def _why(key: str) -> str:
     if key.endswith(".bias"):
         return "trained biases cannot be served beside other adapters"
     return "no LoRA matrix of one module; whole modules cannot be served beside other adapters"
-
-
-def _pattern(patterns: dict[str, float] | None, module: str, otherwise: float) -> float:
-    """PEFT's rule: the first pattern that the end of the module's name matches, from a dot on."""
-    for pattern, value in (patterns or {}).items():
-        try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return value
-        except re.error as why:
-            raise BadAdapter(f"pattern {pattern!r} in {CONFIG}: {why}") from why
-    return otherwise
-
-
-def _strip(key: str) -> str:
-    return key.removeprefix(_PREFIX)
-
-
-def _open(name: str, path: Path):
-    try:
-        return safe_open(path / WEIGHTS, framework="pt")
-    except (OSError, SafetensorError) as why:
-        raise BadAdapter(f"adapter {name!r}: {path / WEIGHTS} cannot be read: {why}") from why
-
-
-def _shapes(name: str, path: Path) -> dict[str, tuple[int, ...]]:
-    file = path / WEIGHTS
-    if not file.is_file():
-        pickled = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".pkl"))
-        if pickled:
-            raise BadAdapter(f"{path / pickled[0]} is a pickle, which can run code: save it as {WEIGHTS}")
-        raise BadAdapter(f"{path} has no {WEIGHTS}")
-    try:
-        with safe_open(file, framework="pt") as opened:
-            slices = {key: opened.get_slice(key) for key in opened.keys()}
-            kinds = {key: part.get_dtype() for key, part in slices.items()}
-            shapes = {key: tuple(part.get_shape()) for key, part in slices.items()}
-    except (OSError, SafetensorError) as why:
-        raise BadAdapter(f"{file} cannot be read: {why}") from why
-    for key, kind in kinds.items():
-        if kind not in ("F32", "F16", "BF16"):
-            raise BadAdapter(f"{key} is {kind}; known are F32, F16, BF16")
-    return shapes

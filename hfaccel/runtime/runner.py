@@ -130,6 +130,7 @@ class Runner:
     Args:
         kv_bits, page_tokens, budget_pages: as `PagePool` takes them. barred: as `choose` takes it.
         lora: adapters that sequences may have.
+    Attributes: steps: so far. changes: how often the model or a setting was another one, adapters aside.
     """
 
     def __init__(
@@ -149,20 +150,23 @@ class Runner:
         self.skipped: dict[str, str] = {}
         self._fingerprint: list | None = None
         self._asked: list[str] | None = None
+        self._tables: int | None = None
         self._placed = self._place()
-        self.steps = 0
+        self.steps = self.changes = 0
 
     def refresh(self) -> Executor:
         """The executor, rebuilt if the model is no longer what it was built for; call once per request."""
         with self.lock:
             now = fingerprint(self.model)
             asked = [os.environ.get(name, "") for name in _ASKED]
-            now.append(None if self.lora is None else self.lora.version)
-            if self.executor is None or now != self._fingerprint or asked != self._asked:
+            tables = None if self.lora is None else self.lora.version
+            changed = now != self._fingerprint or asked != self._asked
+            if self.executor is None or changed or tables != self._tables:
+                self.changes += changed
                 self.executor = None
                 self.executor, self.skipped = choose(self.model, self.barred, self.lora)
                 self.skipped = {**self.barred, **self.skipped}
-                self._fingerprint, self._asked = now, asked
+                self._fingerprint, self._asked, self._tables = now, asked, tables
             self.pages()
             return self.executor
 

@@ -1,6 +1,6 @@
 """How much memory is left for keys and values, and how many pages and requests that is.
 
-    memory x utilization = weights + activations + overhead + KV
+    memory x utilization = weights + adapters + activations + overhead + KV
 
 `Budget` is the arithmetic alone. `budget_of` fills it in for a model on its device: weights as they are
 stored, the KV bytes of a token from the pages that a one-token step makes, activations from the widest
@@ -30,7 +30,7 @@ class Budget:
 
     Args:
         memory_bytes: of the device. utilization: the share of it that may be used, above 0, at most 1.
-        kv_bytes_per_token: keys and values of one token over all layers.
+        kv_bytes_per_token: keys and values of one token over all layers. adapter_bytes: of their slots.
     Raises: PatchError if weights, activations and overhead leave nothing.
     """
 
@@ -40,6 +40,7 @@ class Budget:
     kv_bytes_per_token: int
     activation_bytes: int = 0
     overhead_bytes: int = 0
+    adapter_bytes: int = 0
 
     def __post_init__(self):
         if not 0 < self.utilization <= 1:
@@ -49,14 +50,15 @@ class Budget:
         if self.kv_bytes < self.kv_bytes_per_token:
             raise PatchError(
                 f"nothing is left for keys and values: {self.utilization:.0%} of {gb(self.memory_bytes)} "
-                f"less {gb(self.weights_bytes)} of weights, {gb(self.activation_bytes)} of activations and "
-                f"{gb(self.overhead_bytes)} of overhead"
+                f"less {gb(self.weights_bytes)} of weights, {gb(self.adapter_bytes)} of adapters, "
+                f"{gb(self.activation_bytes)} of activations and {gb(self.overhead_bytes)} of overhead"
             )
 
     @property
     def kv_bytes(self) -> int:
         usable = int(self.memory_bytes * self.utilization)
-        return usable - self.weights_bytes - self.activation_bytes - self.overhead_bytes
+        spent = self.weights_bytes + self.adapter_bytes + self.activation_bytes + self.overhead_bytes
+        return usable - spent
 
     @property
     def tokens(self) -> int:
@@ -106,10 +108,12 @@ def measured_kv_bytes_per_token(model: nn.Module, kv_bits: int | None, barred=No
 
 def memory_of(model: nn.Module) -> int:
     """Bytes of the model's device that the model could have for itself: what is free, and its own weights."""
-    device, own = model.device, model_bytes(model)
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + own
-    return available_host_bytes() + own
+    return free_bytes(model.device) + model_bytes(model)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What is free of a device's memory."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_host_bytes()
 
 
 def available_host_bytes(meminfo: str = "/proc/meminfo", cgroup: str = "/sys/fs/cgroup") -> int:
@@ -144,12 +148,14 @@ def budget_of(
     memory_bytes: int | None = None,
     overhead_bytes: int | None = None,
     barred: dict[str, str] | None = None,
+    adapter_bytes: int = 0,
 ) -> Budget:
     """The budget of a model on the device where it is.
 
     Args:
         kv_bits, barred: as `Runner` takes them. token_budget, rows: tokens and asked rows of a step at most.
         memory_bytes: of the device, else what `memory_of` finds. overhead_bytes: else the device's usual.
+        adapter_bytes: of their slots, as `AdapterSlots.bytes_for` says.
     """
     if memory_bytes is None:
         memory_bytes = memory_of(model)
@@ -162,4 +168,5 @@ def budget_of(
         kv_bytes_per_token=measured_kv_bytes_per_token(model, kv_bits, barred),
         activation_bytes=activation_bytes(model, token_budget, rows),
         overhead_bytes=overhead_bytes,
+        adapter_bytes=adapter_bytes,
     )

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -25,16 +24,18 @@ from torch import nn
 from hfaccel.errors import PatchError, UnsupportedModel
 from hfaccel.generate import gate, mixin
 from hfaccel.generate.checks import position_limit
-from hfaccel.lora.adapters import Adapter, read_adapter
+from hfaccel.lora.adapters import Adapter
 from hfaccel.lora.slots import AdapterSlots
 from hfaccel.runtime.modules import WHOLE_INPUT_ROPE, rope_types, unpackable
 from hfaccel.runtime.runner import Runner
+from hfaccel.serve.adapters import KnownAdapters
 from hfaccel.serve.budget import budget_of
 from hfaccel.serve.draw import draw, wanted
 from hfaccel.serve.prefix import PrefixTree
 from hfaccel.serve.requests import Refused, Request, State
 from hfaccel.serve.sampling import scores
 from hfaccel.serve.scheduler import Limits, Scheduler, Step
+from hfaccel.serve.turns import Turns
 
 log = logging.getLogger("hfaccel")
 
@@ -48,6 +49,7 @@ class Engine:
         pages: KV pages of the pool; else as many as `memory_utilization` of the device's memory leaves room
             for, but no more than `limits.max_running` contexts.
         limits: of a step, with the policy. prefix_cache: pages of prompts and answers are found again.
+        adapters: PEFT folders by name, as `load_adapter` takes them; the budget counts their slots.
         lora_slots: adapters in memory at once, of any number that `load_adapter` was given.
         lora_max_rank: of their matrices.
         clock: seconds, for ranks.
@@ -62,6 +64,7 @@ class Engine:
         memory_utilization: float = 0.9,
         limits: Limits | None = None,
         prefix_cache: bool = True,
+        adapters: Mapping[str, str | Path] | None = None,
         lora_slots: int = 32,
         lora_max_rank: int = 64,
         clock: Callable[[], float] = time.monotonic,
@@ -72,6 +75,10 @@ class Engine:
             raise UnsupportedModel(f"{type(model).__name__} cannot be served: {reason}")
         barred = self._runtime.decide(model)
         kv_bits, page_tokens = self._runtime.kv_bits, self._runtime.page_tokens
+        self._stepping = Turns()
+        self.slots = AdapterSlots(model, slots=lora_slots, max_rank=lora_max_rank)
+        self._known = KnownAdapters(self)
+        first = self._known.read(adapters or {})
         if pages is None:
             rows = min(self.limits.max_running, self.limits.token_budget)
             budget = budget_of(
@@ -81,13 +88,12 @@ class Engine:
                 token_budget=self.limits.token_budget,
                 rows=rows,
                 barred=barred,
+                adapter_bytes=self.slots.bytes_for(first),
             )
             context = getattr(model.config, "max_position_embeddings", None) or CONTEXT_TOKENS
             pages = min(budget.pages(page_tokens), self.limits.max_running * -(-context // page_tokens))
         if isinstance(pages, bool) or not isinstance(pages, int) or pages < 1:
             raise PatchError(f"pages is a whole number, 1 or more, not {pages!r}")
-        self.slots = AdapterSlots(model, slots=lora_slots, max_rank=lora_max_rank)
-        self._adapters: dict[str, Adapter] = {}
         self._tables = self.slots.version
         self.runner = Runner(
             model,
@@ -109,13 +115,15 @@ class Engine:
         self._order = itertools.count()
         self._submitted: deque[Request] = deque()
         self._cancelled: deque[Request] = deque()
-        self._stepping = threading.RLock()
         self._inside = ExitStack()
         self._entered = False
         self._closed = False
         self._place = (model.dtype, model.device)
         self._weights: list | None = None
         self._version = 0
+        self._seen: tuple | None = None  # executor and what it was made for, as `_refresh` last saw them
+        for adapter in first:
+            self._known.put(adapter)
 
     # -- from any thread
 
@@ -128,7 +136,7 @@ class Engine:
             raise Refused("the model is in training mode: call model.eval() first")
         if request.order >= 0:
             raise Refused("the request was submitted before: make another one")
-        self._adapter(request.adapter)
+        self._known.find(request.adapter)
         request.check(
             pool_pages=self.pool.capacity,
             page_tokens=self.pool.page_tokens,
@@ -139,10 +147,12 @@ class Engine:
     def submit(self, request: Request) -> Request:
         """Put a request in line. Raises: as `check`."""
         self.check(request)
-        request.lora = self._adapter(request.adapter)
+        request.lora = self._known.find(request.adapter)
         request.arrival, request.order = self.clock(), next(self._order)
         request.ends = frozenset() if request.options.ignore_eos else frozenset(self._ends())
         self._submitted.append(request)
+        if request.lora is not None:
+            self._known.ahead(request.lora)
         if self._closed:  # meanwhile: nobody takes it in any more
             request.end(State.CANCELLED, "cancelled")
         return request
@@ -153,36 +163,16 @@ class Engine:
 
         Raises: BadAdapter for one that does not fit; nothing has changed then.
         """
-        if not isinstance(name, str) or not name:
-            raise Refused(f"an adapter's name is a text that is not empty, not {name!r}")
-        adapter = read_adapter(name, path, self.model, max_rank=self.slots.max_rank)
-        with self._stepping:
-            if self._closed:
-                raise Refused("the engine is closed")
-            self.slots.make_room(adapter)
-            before = self._adapters.get(name)
-            self._adapters = {**self._adapters, name: adapter}
-            if before is not None:
-                self.slots.drop(before)
-        return adapter
+        return self._known.load(name, path)
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter; requests that were submitted with it keep it. Raises: Refused for none."""
-        adapter = self._adapter(name)
-        with self._stepping:
-            self._adapters = {key: one for key, one in self._adapters.items() if one is not adapter}
-            self.slots.drop(adapter)
+        self._known.unload(name)
 
     @property
     def adapters(self) -> dict[str, Adapter]:
         """What is known, by name."""
-        return dict(self._adapters)
-
-    def _adapter(self, name: str | None) -> Adapter | None:
-        if name is not None and name not in self._adapters:
-            known = ", ".join(sorted(self._adapters)) or "none"
-            raise Refused(f"adapter {name!r} is not loaded; loaded are {known}", "adapter")
-        return None if name is None else self._adapters[name]
+        return self._known.by_name
 
     def cancel(self, request: Request) -> None:
         """End a request at the next step; nothing happens to one that is over."""
@@ -233,6 +223,7 @@ class Engine:
                 step = scheduler.schedule()
                 for request, error in step.failed:
                     request.end(State.FAILED, "error", error)
+                    self._known.left(request.lora)
                 for request in step.begun:
                     request.began = self.clock() if request.began is None else request.began
                 if not step.chunks and not step.preempted and not step.failed:
@@ -294,10 +285,10 @@ class Engine:
             self.pool.trim()
             self.slots.forget()
             self._place = place
-        before = self.runner.executor
-        after = self.runner.refresh()
-        grown, self._tables = self._tables != self.slots.version, self.slots.version
-        same = before is after or (grown and type(before) is type(after))
+        executor, self._tables = self.runner.refresh(), self.slots.version
+        # Tables alone change no bit of who has no adapter there: what is made for them anew is the same.
+        before, self._seen = self._seen, (type(executor), self.runner.changes)
+        same = before == self._seen
         weights = weights_of(self.model)
         if not same or weights != self._weights:
             self._weights = weights
@@ -443,6 +434,8 @@ class Engine:
     def _end(self, request: Request, state: State, reason: str, error=None, *, keep: bool = True) -> None:
         self.scheduler.remove(request, keep=keep and state is not State.FAILED)
         request.end(state, reason, error)
+        if request.lora is not None:
+            self._known.left(request.lora)
 
     def _fail(self, step: Step | None, error: Exception) -> None:
         """The requests of a step end with its error; without a step, or with an empty one, all there are."""

@@ -177,11 +177,10 @@ class Server:
                 swap_bytes=swap_bytes,
             ),
             prefix_cache=prefix_cache,
+            adapters=adapters,
             lora_slots=lora_slots,
             lora_max_rank=lora_max_rank,
         )
-        for name, path in (adapters or {}).items():
-            self.engine.load_adapter(name, path)
         self._wake = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="hfaccel-server", daemon=True)

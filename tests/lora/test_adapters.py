@@ -2,12 +2,14 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hfaccel.lora.adapters import CONFIG, WEIGHTS, BadAdapter, read_adapter
+from hfaccel.lora.adapters import read_adapter
+from hfaccel.lora.folder import CONFIG, HEADER_BYTES, WEIGHTS, BadAdapter
 from lora_folders import LINEARS, MLP, adapter
 from tiny import tiny
 
@@ -91,6 +93,14 @@ def test_no_pickles(model, folder):
         ({"rank_pattern": {"q_proj": 2}}, "q_proj has rank 4, .* says 2"),
         ({"rank_pattern": {"(": 2}}, r"pattern '\('"),
         ({"alpha_pattern": [1]}, r"alpha_pattern .* is \[1\]"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'.*other weights"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights='olora'"),
+        ({"use_qalora": True}, "use_qalora.*QALoRA"),
+        ({"use_something_new": 1}, "use_something_new .* is not known"),
+        ({"lora_alpha": 10**400}, "lora_alpha .* not a number"),
+        ({"lora_alpha": 1e12}, "scaled by .* at most"),
+        ({"alpha_pattern": {"(([a-z_.0-9])+)+!": 2}}, "repeats too much"),
+        ({"rank_pattern": {".*.*.*.*x": 4}}, "repeats too much"),
     ],
 )
 def test_settings_that_are_refused(model, folder, changes, words):
@@ -160,6 +170,87 @@ def test_files_that_are_refused(model, folder, tmp_path):
         (folder / CONFIG).write_text(text)
         with pytest.raises(BadAdapter, match=CONFIG):
             read_adapter("x", folder, model)
+
+
+def header(folder, change):
+    """Rewrite the header of the weights as it is given, the data behind it as it was."""
+    data = (folder / WEIGHTS).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    text = change(json.loads(data[8 : 8 + length]))
+    text = text if isinstance(text, bytes) else json.dumps(text).encode()
+    (folder / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def changed(**entry):
+    return lambda found: found | {first(found): found[first(found)] | entry}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda found: b"[]",
+        lambda found: b"[" * 100000,
+        lambda found: b"\xff{}",
+        lambda found: found | {first(found): 1},
+        changed(shape=[2**62, 4]),
+        changed(shape=[-4, -64]),
+        changed(shape=[4.0, 64]),
+        changed(data_offsets=[0, 10**30]),
+        changed(data_offsets=[-8, 1016]),
+        changed(data_offsets=[1]),
+        changed(dtype=[]),
+    ],
+)
+def test_headers_that_are_broken(model, folder, change):
+    header(folder, change)
+    with pytest.raises(BadAdapter, match="adapter 'x': "):
+        read_adapter("x", folder, model)
+
+
+def test_a_header_of_absurd_length(model, folder):
+    for length in (2**63, HEADER_BYTES + 1):
+        (folder / WEIGHTS).write_bytes(length.to_bytes(8, "little") + b" " * (HEADER_BYTES + 1))
+        with pytest.raises(BadAdapter, match="header"):
+            read_adapter("x", folder, model)
+
+
+def test_a_base_weight_without_a_shape(model, folder):
+    tensors(folder, lambda t: t.update({"base_model.model.lm_head.base_layer.weight": torch.tensor(1.0)}))
+    with pytest.raises(BadAdapter, match="resized"):
+        read_adapter("x", folder, model)
+
+
+def test_a_tensor_named_twice(model, folder):
+    tensors(folder, lambda t: t.update({first(t).removeprefix("base_model.model."): t[first(t)].clone()}))
+    with pytest.raises(BadAdapter, match="twice"):
+        read_adapter("x", folder, model)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a" * 5000, None, 3])
+def test_paths_that_are_none(model, path):
+    with pytest.raises(BadAdapter, match="adapter 'x'"):
+        read_adapter("x", path, model)
+
+
+def test_what_is_no_regular_file(model, folder):
+    (folder / WEIGHTS).unlink()
+    os.mkfifo(folder / WEIGHTS)  # reading it would wait for ever
+    with pytest.raises(BadAdapter, match=f"has no {WEIGHTS}"):
+        read_adapter("x", folder, model)
+
+
+def test_a_link_to_a_folder_is_the_folder(model, folder, tmp_path):
+    (tmp_path / "link").symlink_to(folder)
+    found = read_adapter("x", tmp_path / "link", model)
+    assert found.parts == read_adapter("x", folder, model).parts
+
+
+def test_other_weights_of_the_same_sizes_are_another_adapter(model, folder):
+    """Trained on and saved into the same folder: the cached pages are of the weights before."""
+    found = read_adapter("x", folder, model)
+    tensors(folder, lambda t: t.update({first(t): t[first(t)] + 1}))
+    with pytest.raises(BadAdapter, match="has changed since it was loaded"):
+        list(found.tensors())
 
 
 def test_a_file_that_changes_later(model, folder):

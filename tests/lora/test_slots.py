@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from hfaccel.errors import PatchError
-from hfaccel.lora.adapters import WEIGHTS, BadAdapter, read_adapter
+from hfaccel.lora.adapters import read_adapter
+from hfaccel.lora.folder import WEIGHTS, BadAdapter
 from hfaccel.lora.slots import AdapterSlots
 from lora_folders import LINEARS, MLP, QV, adapter
 from tiny import tiny
@@ -88,11 +89,98 @@ def test_a_file_that_is_gone_leaves_the_slot_free(known, tmp_path):
     bad = read_adapter("x", tmp_path / "x", model)
     slots = filled(model, (a, bad), 1)
     (tmp_path / "x" / WEIGHTS).unlink()
+    assert slots.acquire(a)
+    slots.release(a)
     for _ in range(2):
         with pytest.raises(BadAdapter):
             slots.acquire(bad)
+        check(slots, a)  # nobody has lost a slot for it
+    assert slots.acquire(a) and slots.loads == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.float32, float("nan")), (torch.float32, -float("inf")), (torch.float16, 1e5)],
+)
+def test_values_that_are_no_numbers_are_refused_by_module(tmp_path, dtype, value):
+    """1e5 is a number in the file and none in the fp16 of the model."""
+    model = tiny("llama")
+    adapter(model, tmp_path / "x", targets=QV)
+    saved = load_file(tmp_path / "x" / WEIGHTS)
+    key = next(key for key in saved if "layers.1" in key and key.endswith("lora_B.weight"))
+    saved[key][3, 1] = value
+    save_file(saved, tmp_path / "x" / WEIGHTS)
+    model = model.to(dtype)
+    slots = filled(model, [bad := read_adapter("x", tmp_path / "x", model)], 1)
+    module = key.removeprefix("base_model.model.").removesuffix(".lora_B.weight")
+    with pytest.raises(BadAdapter, match=f"adapter 'x': {module} has values that are not finite"):
+        slots.acquire(bad)
+    assert slots.stats()["loaded"] == 0
+
+
+def test_what_was_read_ahead_needs_no_file(known, tmp_path):
+    model, (a, *_) = known
+    adapter(model, tmp_path / "x", seed=7, targets=QV)
+    one = read_adapter("x", tmp_path / "x", model)
+    slots = filled(model, (a, one), 1)
+    want = list(one.tensors())
+    slots.stage(one)
+    (tmp_path / "x" / WEIGHTS).unlink()
+    assert slots.acquire(one)
+    for name, m, n in want:
+        assert torch.equal(slots.tables[name].a[0, :4], m) and torch.equal(slots.tables[name].b[0, :4], n.T)
+    slots.keep(one)  # the slot goes to another and comes back
+    slots.release(one)
     assert slots.acquire(a)
     check(slots, a)
+    slots.release(a)
+    assert slots.acquire(one)
+    for name, m, _ in want:
+        assert torch.equal(slots.tables[name].a[0, :4], m)
+    slots.release(one)
+    slots.drop(one)
+    with pytest.raises(BadAdapter, match="cannot be read"):
+        slots.acquire(one)
+
+
+def test_read_ahead_in_another_dtype_is_read_again(known):
+    _, (a, *_) = known
+    model = tiny("llama")
+    slots = filled(model, (a,), 1)
+    slots.stage(a)
+    model.bfloat16()
+    slots.forget()
+    assert slots.acquire(a)
+    name, matrix, _ = next(a.tensors())
+    assert torch.equal(slots.tables[name].a[0, :4], matrix.bfloat16())
+
+
+def test_bytes_are_known_before_tables_are_made(known):
+    model, (a, b, c) = known
+    slots = AdapterSlots(model, slots=3)
+    assert slots.bytes_for() == 0
+    for some in ((a,), (a, c), (a, b, c)):
+        want = slots.bytes_for(some)
+        for one in some:
+            slots.make_room(one)
+        assert slots.stats()["bytes"] == slots.bytes_for() == want > 0
+
+
+def test_without_memory_nothing_changes(known, monkeypatch):
+    model, (a, b, _) = known
+    slots = filled(model, (a,), 2)
+    tables, version, made, table = dict(slots.tables), slots.version, [], slots._table
+
+    def short(*sizes):
+        made.append(sizes)
+        if len(made) == 5:
+            raise RuntimeError("can't allocate memory")
+        return table(*sizes)
+
+    monkeypatch.setattr(slots, "_table", short)
+    with pytest.raises(BadAdapter, match="no memory for 2 slots"):
+        slots.make_room(b)
+    assert slots.tables == tables and slots.version == version
 
 
 def test_moved_models_begin_anew(known):

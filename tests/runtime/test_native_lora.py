@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+import hfaccel
 from hfaccel.errors import PatchError
 from hfaccel.lora.adapters import read_adapter
 from hfaccel.lora.slots import AdapterSlots
+from hfaccel.quant.linear import ScaledLinear
 from hfaccel.runtime.native import Native
 from hfaccel.runtime.plan_build import build
 from hfaccel.runtime.plan_ops import LoraExpand, LoraShrink
@@ -134,6 +136,62 @@ def test_over_packed_weights(layout, tmp_path):
     for got, want in zip(*steps, strict=True):
         assert (got - want).abs().mean() < 2e-3 * want.abs().mean()  # a rounding may fall the other way
     assert (steps[0][1] - steps[0][0]).abs().mean() > 0.1 * steps[0][0].abs().mean()
+
+
+@pytest.mark.parametrize("recipe", ["int8", "int4", "nf4", "w8a8-nosmooth"])
+def test_over_patched_models_as_peft_has_it(recipe, tmp_path, spill):
+    """PEFT's layers over the packed ones are the oracle; ranks and sizes that 16 does not divide."""
+    model = hfaccel.patch(tiny("TL", intermediate_size=104), recipe, progress=False)
+    peft = adapter(model, tmp_path / "x", targets=LINEARS, r=5)
+    slots, order = slots_of(model, tmp_path / "x")
+    row = ids(1, 9)[0]
+    found = run(model, Native(model, lora=slots), [row, row], [order[0], -1])
+    bare, want = logits_of(model, row), logits_of(peft, row)
+    for got, wanted in ((found[0], want), (found[1], bare)):
+        assert (got - wanted).abs().mean() < 5e-3 * wanted.abs().mean()  # a rounding may fall the other way
+    assert (want - bare).abs().mean() > 0.1 * bare.abs().mean()
+
+
+@torch.no_grad()
+def test_inputs_are_scaled_for_the_codes_alone(tmp_path):
+    """An adapter beside a ScaledLinear takes the module's own input."""
+    model = quantize(tiny("llama"), Layout(8, -1, True))
+    adapter(tiny("llama"), tmp_path / "x", targets=QV, r=3)
+    scale = torch.rand(64, generator=torch.Generator().manual_seed(0)) + 0.5
+    for layer in model.model.layers:
+        old = layer.self_attn.q_proj
+        layer.self_attn.q_proj = ScaledLinear(64, 64, old.layout, old.packed, input_scale=scale)
+    slots, order = slots_of(model, tmp_path / "x")
+    row = ids(1, 8)[0]
+    found = run(model, Native(model, lora=slots), [row, row], [order[0], -1])
+    bare, hooks = logits_of(model, row), []
+    for name, table in slots.tables.items():
+
+        def add(module, args, out, table=table):
+            slot = order[0]
+            return out + table.scale[slot] * (args[0] @ table.a[slot].T @ table.b[slot])
+
+        hooks.append(model.get_submodule(name).register_forward_hook(add))
+    want = logits_of(model, row)
+    for got, wanted in ((found[0], want), (found[1], bare)):
+        assert (got - wanted).abs().mean() < 5e-3 * wanted.abs().mean()
+    assert (want - bare).abs().mean() > 0.05 * bare.abs().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tied_head_with_an_adapter_leaves_the_embedding_and_the_others(tmp_path, dtype):
+    """CASES L1: no look-up changes, and rows without the adapter keep every bit, beside it or without it."""
+    model = tiny("llama", tie_word_embeddings=True)
+    peft = adapter(model, tmp_path / "x", targets=["lm_head"], r=3)
+    row = ids(1, 7)[0]
+    want = logits_of(peft, row)
+    model = model.to(dtype)
+    slots, order = slots_of(model, tmp_path / "x")
+    executor = Native(model, lora=slots)
+    found = run(model, executor, [row, row], [order[0], -1])
+    plain = run(model, Native(model), [row], None)[0]
+    assert torch.equal(found[1], plain) and torch.equal(run(model, executor, [row], None)[0], plain)
+    close(found[0].float(), want, 1e-5 if dtype is torch.float32 else 0.05)
 
 
 def test_bf16_tables(tmp_path):

@@ -183,6 +183,130 @@ def test_an_adapter_whose_file_is_gone_fails_its_requests_alone(known, tmp_path)
     check_all_is_back(engine)
 
 
+def test_replaced_in_its_own_folder_while_requests_wait(known, tmp_path):
+    """A new version saved over the old one: who was submitted with the old one gets the old one, though it
+    loses its slot meanwhile; pages of the old one are gone at the end."""
+    _, folders, _ = known
+    engine, prompt = engine_of(known, pages=12, lora_slots=1), prompt_of(12)
+    want = {name: alone(engine, prompt, name, 24) for name in ("a", "c")}
+    shutil.copytree(folders["a"], tmp_path / "x")
+    engine.load_adapter("x", tmp_path / "x")
+    running = [engine.submit(request(prompt, "x", 24)) for _ in range(2)]
+    for _ in range(3):
+        engine.step()
+    shutil.rmtree(tmp_path / "x")
+    shutil.copytree(folders["c"], tmp_path / "x")
+    old = engine.adapters["x"]
+    engine.load_adapter("x", tmp_path / "x")
+    engine.scheduler.preempt_all()
+    first = engine.submit(request(prompt, "c", 24))
+    first.arrival, first.order = -1.0, -1  # takes the only slot before them
+    late = engine.submit(request(prompt, "x", 24))
+    engine.drain()
+    assert [one.output for one in running] == [want["a"]] * 2
+    assert first.output == late.output == want["c"]
+    assert not any(adapter is old for _, adapter in engine.tree.roots)
+    assert not engine.slots.holds(old)
+    check_all_is_back(engine)
+
+
+def test_pages_and_slot_of_an_unloaded_adapter_are_free(known):
+    engine, prompt = engine_of(known), prompt_of(17)
+    alone(engine, prompt, "a")
+    alone(engine, prompt, None)
+    a, cached = engine.adapters["a"], engine.stats()["cached_pages"]
+    engine.unload_adapter("a")
+    assert engine.stats()["cached_pages"] == cached / 2 and not engine.slots.holds(a)
+    check_all_is_back(engine)
+
+
+def test_preempted_cancelled_and_swapped_with_adapters(known):
+    """Slots and pages come back whatever ends a request, by both kinds of preemption."""
+    for preemption in ("recompute", "swap"):
+        plain = engine_of(known, prefix_cache=False)
+        asked = [(prompt_of(9, seed=n), "abc"[n % 3]) for n in range(9)]
+        want = [alone(plain, *one, new=20) for one in asked]
+        engine = engine_of(known, pages=20, limits=Limits(token_budget=17, preemption=preemption))
+        requests = [engine.submit(request(*one, new=20)) for one in asked]
+        for n in range(12):
+            engine.step()
+            if n % 4 == 3:
+                engine.cancel(requests[n // 4])
+        engine.drain()
+        assert [one.state for one in requests[:3]] == [State.CANCELLED] * 3
+        assert [one.output for one in requests[3:]] == want[3:]
+        assert engine.stats()["preemptions"] > 0
+        check_all_is_back(engine)
+
+
+def test_embeddings_have_the_adapter(known):
+    model, _, peft = known
+    engine, prompt = engine_of(known, limits=Limits(token_budget=5)), prompt_of(12)
+    for name in (None, "a", "b"):
+        one = engine.submit(request(prompt, name, 1, embed=True))
+        beside = engine.submit(request(prompt_of(7), "c"))
+        engine.drain()
+        oracle = (model if name is None else peft[name]).base_model
+        with torch.no_grad():
+            ids_ = torch.tensor([prompt])
+            whole = oracle(ids_) if name is None else oracle.model.model(ids_)
+        want = whole.last_hidden_state[0].mean(0)
+        assert (one.embedding - want).abs().max() < 1e-5 * want.abs().max() and beside.output
+    check_all_is_back(engine)
+
+
+def test_an_adapter_that_no_plan_can_serve_is_refused_and_the_others_go_on(known, monkeypatch):
+    from hfaccel.runtime import Unsupported
+    from hfaccel.runtime.plan_build import Builder
+
+    model, folders, _ = known
+    engine, prompt = Engine(model, pages=64, lora_slots=2), prompt_of(8)
+    engine.load_adapter("a", folders["a"])
+    want = alone(engine, prompt, "a", 12)
+    running = engine.submit(request(prompt, "a", 12))
+    for _ in range(3):
+        engine.step()
+    shrink = Builder.lora_shrink
+
+    def refuse(self, x, parts, layer):
+        if any("down_proj" in name and name in self.tables for name, _, _ in parts):
+            raise Unsupported("no record for it")
+        return shrink(self, x, parts, layer)
+
+    monkeypatch.setattr(Builder, "lora_shrink", refuse)
+    tables = dict(engine.slots.tables)
+    with pytest.raises(BadAdapter, match="adapter 'c' cannot be served.*no record for it"):
+        engine.load_adapter("c", folders["c"])
+    assert engine.slots.tables == tables and sorted(engine.adapters) == ["a"]
+    engine.drain()
+    assert running.output == want and alone(engine, prompt, "a", 12) == want
+
+
+def test_the_budget_counts_the_slots(known, monkeypatch):
+    model, folders, _ = known
+    monkeypatch.setattr("hfaccel.serve.budget.memory_of", lambda model: 700 << 20)
+    monkeypatch.setattr("hfaccel.serve.budget.OVERHEAD_HOST_BYTES", 600 << 20)
+    limits = Limits(token_budget=8, max_running=10**6)
+    settings = {"lora_slots": 64, "memory_utilization": 0.9, "limits": limits}
+    bare = Engine(model, **settings)
+    some = Engine(model, adapters={"b": folders["b"]}, **settings)
+    page = some.pool.page_tokens * 2 * 2 * model.config.num_hidden_layers * 8 * 4  # K and V, two heads of 8
+    held = some.slots.stats()["bytes"]
+    assert held > 50 * page
+    assert bare.pool.capacity - some.pool.capacity == pytest.approx(held / page, abs=1)
+
+
+def test_slots_beyond_the_memory_are_refused(known, monkeypatch):
+    _, folders, _ = known
+    engine = engine_of(known)
+    monkeypatch.setattr("hfaccel.serve.adapters.free_bytes", lambda device: 100)
+    engine.load_adapter("again", folders["a"])  # needs no more
+    engine = Engine(known[0], pages=64, lora_slots=2)
+    with pytest.raises(BadAdapter, match="2 slots of its size take .* GB more"):
+        engine.load_adapter("a", folders["a"])
+    assert not engine.adapters and not engine.slots.tables
+
+
 def test_bad_adapters_change_nothing(known, tmp_path):
     _, folders, _ = known
     engine, prompt = engine_of(known), prompt_of(8)
