@@ -52,12 +52,14 @@ def gauges(http):
 
 
 def settled(http, within=1.0):
-    """Whether nothing runs or waits any more, soon."""
+    """Whether nothing runs or waits any more, soon, and no page is held but by the cache."""
     end = time.monotonic() + within
     while time.monotonic() < end:
         now = gauges(http)
-        if now["vllm:num_requests_running"] == now["vllm:num_requests_waiting"] == 0:
-            return now["vllm:kv_cache_usage_perc"] * 700 == now["hfaccel:kv_pages_cached"]
+        used = round(now["vllm:kv_cache_usage_perc"] * now["hfaccel:kv_pages"])
+        busy = now["vllm:num_requests_running"] + now["vllm:num_requests_waiting"]
+        if not busy and used == now["hfaccel:kv_pages_cached"]:
+            return True
         time.sleep(0.02)
     return False
 
