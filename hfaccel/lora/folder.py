@@ -160,7 +160,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise BadAdapter(f"{file} holds no settings")
     for key in ("r", "lora_alpha"):
         if not _is_number(config.get(key)):
-            raise BadAdapter(f"{key} in {CONFIG} is {str(config.get(key))[:40]!r}, not a number")
+            raise BadAdapter(f"{key} in {CONFIG} is {repr(config.get(key))[:40]}, not a number")
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = config.get(key) or {}
         if not isinstance(patterns, dict) or not all(_is_number(v) for v in patterns.values()):

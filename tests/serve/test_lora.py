@@ -9,6 +9,7 @@ import torch
 
 from hfaccel.generate import mixin
 from hfaccel.lora.adapters import BadAdapter
+from hfaccel.serve.budget import measured_kv_bytes_per_token
 from hfaccel.serve.engine import Engine
 from hfaccel.serve.requests import Options, Refused, Request, State
 from hfaccel.serve.scheduler import Limits
@@ -226,7 +227,7 @@ def test_preempted_cancelled_and_swapped_with_adapters(known):
         plain = engine_of(known, prefix_cache=False)
         asked = [(prompt_of(9, seed=n), "abc"[n % 3]) for n in range(9)]
         want = [alone(plain, *one, new=20) for one in asked]
-        engine = engine_of(known, pages=20, limits=Limits(token_budget=17, preemption=preemption))
+        engine = engine_of(known, pages=10, limits=Limits(token_budget=17, preemption=preemption))
         requests = [engine.submit(request(*one, new=20)) for one in asked]
         for n in range(12):
             engine.step()
@@ -290,7 +291,7 @@ def test_the_budget_counts_the_slots(known, monkeypatch):
     settings = {"lora_slots": 64, "memory_utilization": 0.9, "limits": limits}
     bare = Engine(model, **settings)
     some = Engine(model, adapters={"b": folders["b"]}, **settings)
-    page = some.pool.page_tokens * 2 * 2 * model.config.num_hidden_layers * 8 * 4  # K and V, two heads of 8
+    page = some.pool.page_tokens * measured_kv_bytes_per_token(model, None)
     held = some.slots.stats()["bytes"]
     assert held > 50 * page
     assert bare.pool.capacity - some.pool.capacity == pytest.approx(held / page, abs=1)
