@@ -34,11 +34,12 @@ def llama():
     ids=str,
 )
 @pytest.mark.parametrize("chunked", [True, False])
-def test_greedy_answers_are_those_of_generate(variant, chunked):
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_greedy_answers_are_those_of_generate(variant, chunked, preemption):
     """Bit for bit in the native plan, with chunks, hits in the prefix tree and preemption."""
     model = patched(**variant)
     asked = mixed(model)
-    limits = Limits(token_budget=11, chunked=chunked)
+    limits = Limits(token_budget=11, chunked=chunked, preemption=preemption)
     engine = Engine(model, pages=17, limits=limits)
     assert engine.runner.refresh().name == "native"
     requests = run(engine, *(Request(prompt, Options(max_new_tokens=new)) for prompt, new, _ in asked))
@@ -46,6 +47,7 @@ def test_greedy_answers_are_those_of_generate(variant, chunked):
         assert request.output == want and request.finish_reason == "length"
     stats = engine.stats()
     assert stats["preemptions"] and stats["cached_tokens"]
+    assert engine.scheduler.swap is None or engine.scheduler.swap.restored
     check_pages_are_back(engine)
 
 

@@ -1,12 +1,16 @@
-"""engine.py under traffic: submissions, cancels and refusals at any step, from any thread."""
+"""engine.py under traffic: submissions, cancels, refusals and errors at any step, from any thread."""
 
+import gc
 import itertools
+import os
 import random
 import threading
+import time
+import weakref
 
 import pytest
 
-from engines import check_pages_are_back, exact, mixed, patched, prompt_of
+from engines import check_pages_are_back, exact, mixed, patched, prompt_of, run, solo
 from hfaccel.serve.engine import Engine
 from hfaccel.serve.requests import Options, Refused, Request, State
 from hfaccel.serve.scheduler import Limits
@@ -22,34 +26,150 @@ def llama():
     return patched()
 
 
-@exact
-@pytest.mark.parametrize("policy", ["sjf", "priority"])
-def test_random_traffic(llama, policy):
-    """Submissions, cancels and refusals at any step: right answers, and the pages of the beginning."""
-    draw = random.Random(policy)
-    asked = mixed(llama, 14, seed=3)
-    limits = Limits(token_budget=13, max_running=5, policy=policy)
-    engine = Engine(llama, pages=18, limits=limits, clock=itertools.count().__next__)
-    every = []
-    for _ in range(120):
+class Traffic:
+    """Random submissions, cancels, refusals and errors at any step of one engine; every answer is known.
+
+    Args:
+        asked: prompts, how many new tokens, and what these are alone. errors: share of steps that fail.
+    """
+
+    def __init__(self, engine, asked, seed, *, errors=0.0):
+        self.engine, self.asked, self.draw, self.errors = engine, asked, random.Random(seed), errors
+        self.every: list[tuple[Request, list[int]]] = []
+
+    def submit(self):
+        draw = self.draw
+        prompt, options, want = draw.choice(self.asked)
+        request = Request(prompt, options, priority=draw.randrange(3))
+        if draw.random() < 0.05:
+            request.listener = lambda request, token: 1 / 0
+        self.every.append((self.engine.submit(request), want))
+
+    def step(self):
+        draw, engine = self.draw, self.engine
         if draw.random() < 0.4:
-            prompt, new, want = draw.choice(asked)
-            request = Request(prompt, Options(max_new_tokens=new), priority=draw.randrange(3))
-            every.append((engine.submit(request), want))
+            self.submit()
         if draw.random() < 0.1:
-            with pytest.raises(Refused):
+            with pytest.raises(Refused, match="never fit"):
                 engine.submit(Request(prompt_of(20), Options(max_new_tokens=400)))
-        if every and draw.random() < 0.1:
-            engine.cancel(draw.choice(every)[0])
-        engine.step()
-    engine.drain()
-    ends = [request.state for request, _ in every]
-    assert ends.count(State.CANCELLED) > 2 and ends.count(State.FINISHED) > 20
-    assert set(ends) == {State.CANCELLED, State.FINISHED} and engine.stats()["preemptions"]
-    for request, want in every:
-        assert request.output == want[: len(request.output)]
-        assert request.state is State.CANCELLED or request.output == want
-    check_pages_are_back(engine)
+        if self.every and draw.random() < 0.1:
+            engine.cancel(draw.choice(self.every)[0])
+        if draw.random() < self.errors:
+            self.fail()
+        else:
+            engine.step()
+        held = [r for r in engine.scheduler.running if r.sequence is None]
+        assert not held and engine.pool.free_pages >= 0
+
+    def fail(self):
+        """A step whose computation fails, before or after it has written to pages."""
+        engine, real = self.engine, self.engine._run
+        late = self.draw.random() < 0.5
+
+        def run(step):
+            if late:
+                real(step)
+            raise ConnectionError("in a step")
+
+        engine._run = run
+        before = {r for r, _ in self.every if r.state.over}
+        try:
+            engine.step()
+        finally:
+            del engine._run
+        failed = [r for r, _ in self.every if r not in before and isinstance(r.error, ConnectionError)]
+        assert all(r.sequence is None and r.done.is_set() for r in failed)
+
+    def check(self):
+        """Everything is over, right, and gives its pages back."""
+        self.engine.drain()
+        for request, want in self.every:
+            assert request.state.over and request.output == want[: len(request.output)]
+            if request.state is State.FINISHED:
+                assert request.output == want
+            elif request.state is State.FAILED:
+                assert isinstance(request.error, (ConnectionError, ZeroDivisionError))
+        check_pages_are_back(self.engine)
+
+
+def known(model, count=14, seed=3):
+    """Greedy requests with the answers of `generate`, drawn ones with those that they get alone, and prompts
+    of whole pages."""
+    asked = [(prompt, Options(max_new_tokens=new), want) for prompt, new, want in mixed(model, count, seed)]
+    alone = Engine(model, pages=50)
+    for n, options in enumerate(({}, {"top_k": 20}, {"top_p": 0.9}, {"repetition_penalty": 1.3})):
+        options = Options(max_new_tokens=12, temperature=1.0, seed=n, **options)
+        (request,) = run(alone, Request(prompt_of(8 + 4 * n, 50 + n), options))
+        asked.append((request.prompt, options, request.output))
+    for length in (4, 8, 12):
+        prompt = prompt_of(length, 99)
+        asked.append((prompt, Options(max_new_tokens=9), solo(model, prompt, 9)))
+    return asked
+
+
+@exact
+@pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority"])
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("chunked", [True, False])
+def test_random_traffic(llama, policy, preemption, chunked):
+    """At any step: right answers in the end, and every page is back."""
+    limits = Limits(
+        token_budget=13,
+        max_running=5,
+        policy=policy,
+        chunked=chunked,
+        preemption=preemption,
+        swap_bytes=12_000,  # not enough for all
+    )
+    engine = Engine(llama, pages=18, limits=limits, clock=itertools.count().__next__)
+    traffic = Traffic(engine, known(llama), f"{policy}{preemption}{chunked}", errors=0.02)
+    for _ in range(160):
+        traffic.step()
+    traffic.check()
+    ends = [request.state for request, _ in traffic.every]
+    assert ends.count(State.CANCELLED) > 2 and ends.count(State.FINISHED) > 20 and State.FAILED in ends
+    assert engine.stats()["preemptions"] and engine.stats()["cached_tokens"]
+    if preemption == "swap":
+        assert engine.scheduler.swap.restored and engine.scheduler.swap.refused
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@exact
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="resident memory is read from /proc")
+def test_soak():
+    """Minutes of traffic (HFACCEL_SOAK_S): after each round no page is held, no request is alive, and the
+    memory of the process stays what it was after a third of the time."""
+    models = [patched(), patched("gemma2", kv_bits=8)]
+    every = []
+    for model, policy, preemption, prefix in itertools.product(
+        models, ("sjf", "priority"), ("recompute", "swap"), (True, False)
+    ):
+        limits = Limits(
+            token_budget=13, max_running=6, policy=policy, preemption=preemption, swap_bytes=20_000
+        )
+        clock = itertools.count().__next__
+        every.append((Engine(model, pages=18, limits=limits, prefix_cache=prefix, clock=clock), model))
+    answers = {model: known(model) for model in models}
+    seconds, begin, early, rounds = float(os.environ.get("HFACCEL_SOAK_S", 180)), time.monotonic(), None, 0
+    while (now := time.monotonic() - begin) < seconds or rounds < 2 * len(every):
+        engine, model = every[rounds % len(every)]
+        traffic = Traffic(engine, answers[model], rounds, errors=0.01)
+        for _ in range(120):
+            traffic.step()
+        traffic.check()
+        alive = weakref.WeakSet(request for request, _ in traffic.every)
+        del traffic
+        gc.collect()
+        assert not alive and not engine._submitted and not engine._cancelled
+        rounds += 1
+        if early is None and now > seconds / 3 and rounds >= len(every):
+            early = resident_bytes()
+    assert early is not None and resident_bytes() <= early * 1.05
 
 
 def test_threads_submit_while_another_steps(llama):

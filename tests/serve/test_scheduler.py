@@ -179,6 +179,17 @@ def test_what_was_preempted_finds_its_pages_again():
     assert loop.pool.used_pages == len(loop.tree)
 
 
+def test_swapped_pages_are_not_computed_again_and_not_counted_as_found():
+    loop = Loop(pages=6, cached=False, preemption="swap")
+    first, second = loop.add(4, new=13), loop.add(7, new=13)
+    steps = loop.drain()
+    assert second.preemptions and sum(step.tokens for step in steps) == 4 + 12 + 7 + 12
+    assert loop.scheduler.cached_tokens == 0
+    # the prompts, and behind each preemption the token that was chosen last
+    assert loop.scheduler.admitted_tokens == 4 + 7 + second.preemptions
+    assert [r for step in steps for r in step.begun] == [first, second] + [second] * second.preemptions
+
+
 def test_urgent_requests_take_pages_and_places():
     loop = Loop(pages=8, policy="priority", aging_s=10.0, cached=False)
     slow = loop.add(20, new=9, priority=3)
@@ -289,9 +300,11 @@ def test_preempting_all_frees_every_page():
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority"])
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("chunked", [True, False])
-def test_random_traffic_ends_with_every_page_back(policy, cached, chunked):
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_random_traffic_ends_with_every_page_back(policy, cached, chunked, preemption):
     draw = random.Random(f"{policy}{cached}{chunked}")
-    loop = Loop(pages=14, cached=cached, policy=policy, chunked=chunked, token_budget=9, max_running=5)
+    limits = {"policy": policy, "chunked": chunked, "preemption": preemption}
+    loop = Loop(pages=14, cached=cached, token_budget=9, max_running=5, **limits)
     every, cancelled = [], 0
     for now in range(160):
         if draw.random() < 0.35:
@@ -306,6 +319,8 @@ def test_random_traffic_ends_with_every_page_back(policy, cached, chunked):
     loop.drain(3000)
     assert len(loop.finished) + cancelled == len(every) and cancelled
     assert loop.scheduler.preemptions
+    if preemption == "swap":
+        assert loop.scheduler.swap.restored and not len(loop.scheduler.swap)
     for request in loop.finished:
         assert request.output == [request.order * 1000 + n for n in range(request.options.max_new_tokens)]
     assert loop.pool.used_pages == (len(loop.tree) if cached else 0)
@@ -315,6 +330,33 @@ def test_random_traffic_ends_with_every_page_back(policy, cached, chunked):
 
 
 def test_limits_are_checked():
-    for wrong in ({"token_budget": 0}, {"max_running": True}, {"policy": "lifo"}, {"aging_s": -1.0}):
+    for wrong in (
+        {"token_budget": 0},
+        {"max_running": True},
+        {"policy": "lifo"},
+        {"aging_s": -1.0},
+        {"preemption": "drop"},
+        {"swap_bytes": -1},
+    ):
         with pytest.raises(PatchError, match=next(iter(wrong))):
             Limits(**wrong)
+
+
+def test_prompts_beside_decodes_keep_the_pace():
+    loop = Loop(token_budget=64)
+    first = loop.add(4, new=40)
+    assert counts(loop.step()) == {first.order: 4}
+    long, other = loop.add(100), loop.add(3)
+    assert counts(loop.step()) == {first.order: 1, long.order: 32}  # nothing measured yet
+    loop.scheduler.pace.took(0.010, 1, 0)
+    loop.scheduler.pace.took(0.015, 1, 10)  # 20 tokens are as long as a step of decodes
+    assert counts(loop.step()) == {first.order: 1, long.order: 20}
+    assert other.state is State.WAITING
+    loop.drain()
+    assert len(loop.finished) == 3
+
+    loop = Loop(token_budget=64, stretch=None)
+    first, long = loop.add(4, new=40), None
+    loop.step()
+    long = loop.add(100)
+    assert counts(loop.step()) == {first.order: 1, long.order: 63}
