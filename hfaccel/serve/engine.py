@@ -228,7 +228,7 @@ class Engine:
                     request.began = self.clock() if request.began is None else request.began
                 if not step.chunks and not step.preempted and not step.failed:
                     raise PatchError("the next request needs more pages than there are")
-                tokens = self._run(step) if step.chunks else []
+                tokens = self._timed(step) if step.chunks else []
             except Exception as error:
                 self._fail(step, error)
                 return True
@@ -237,6 +237,12 @@ class Engine:
             if not self.busy:
                 self._leave()
             return True
+
+    def _timed(self, step: Step) -> list[tuple[Request, int | Exception]]:
+        began = time.perf_counter()
+        tokens = self._run(step)
+        self.scheduler.pace.took(time.perf_counter() - began, step.decodes, step.tokens - step.decodes)
+        return tokens
 
     def drain(self) -> None:
         """Step until nothing is left to do."""

@@ -28,6 +28,7 @@ from hfaccel.cache.pool import PagePool, Sequence
 from hfaccel.errors import PatchError
 from hfaccel.lora.adapters import BadAdapter
 from hfaccel.lora.slots import AdapterSlots
+from hfaccel.serve.pace import Pace
 from hfaccel.serve.prefix import PrefixTree
 from hfaccel.serve.requests import Request, State
 from hfaccel.serve.swap import SwapSpace
@@ -51,6 +52,7 @@ class Limits:
         token_budget: tokens of a step. max_running: requests that hold pages.
         policy: one of POLICIES. aging_s: see there.
         chunked: prompts are cut where a step's tokens end; else a prompt is one step's, however long.
+        stretch: about how many times as long chunks may make a step as its decodes alone are; None: any.
         preemption: one of PREEMPTION. swap_bytes: of the host's memory, for "swap"; what is beyond them is
             computed anew.
     """
@@ -62,6 +64,7 @@ class Limits:
     chunked: bool = True
     preemption: str = "recompute"
     swap_bytes: int = 4 << 30
+    stretch: float | None = 2.0
 
     def __post_init__(self):
         for name, least in (("token_budget", 1), ("max_running", 1), ("swap_bytes", 0)):
@@ -74,6 +77,8 @@ class Limits:
             raise PatchError(f"policy {self.policy!r}; known are {', '.join(POLICIES)}")
         if not (math.isfinite(self.aging_s) and self.aging_s >= 0):
             raise PatchError(f"aging_s is a time in seconds, not {self.aging_s!r}")
+        if self.stretch is not None and not (math.isfinite(self.stretch) and self.stretch > 1):
+            raise PatchError(f"stretch is None or a number above 1, not {self.stretch!r}")
 
 
 @dataclass
@@ -82,7 +87,7 @@ class Step:
 
     Attributes: begun, preempted: requests that got pages for it, and that lost theirs. failed: those whose
         adapter cannot be read any more.
-        pages: new pages promised to each; needed: their sum.
+        pages: new pages promised to each; needed: their sum. decodes: requests that compute their last token.
     """
 
     chunks: dict[Request, int] = field(default_factory=dict)
@@ -91,6 +96,7 @@ class Step:
     begun: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     failed: list[tuple[Request, Exception]] = field(default_factory=list)
+    decodes: int = 0
 
     @property
     def tokens(self) -> int:
@@ -100,9 +106,11 @@ class Step:
         self.chunks[request] = count
         self.pages[request] = request.sequence.pages_for(count)
         self.needed += self.pages[request]
+        self.decodes += request.length > len(request.prompt) and request.left == 1
 
     def drop(self, request: Request) -> None:
-        self.chunks.pop(request, None)
+        count = self.chunks.pop(request, 0)
+        self.decodes -= count == 1 and request.length > len(request.prompt)
         self.needed -= self.pages.pop(request, 0)
 
 
@@ -126,6 +134,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # by rank
         self.running: list[Request] = []  # by rank
         self.swap = SwapSpace(pool, self.limits.swap_bytes) if self.limits.preemption == "swap" else None
+        self.pace = Pace(self.limits.stretch if self.limits.chunked else None)
         self.version: object = None
         self.preemptions = self.cached_tokens = self.admitted_tokens = 0
         self._evictable: int | None = None  # pages of the tree alone, once counted
@@ -189,10 +198,19 @@ class Scheduler:
     def _count(self, request: Request, step: Step) -> int:
         """Tokens of it that the step still has room for."""
         budget = self.limits.token_budget - step.tokens
-        if self.limits.chunked or request.left <= budget:
-            return max(0, min(request.left, budget))
+        if self.limits.chunked:
+            return max(0, min(request.left, budget if request.left == 1 else self._room(step)))
+        if request.left <= budget:
+            return max(0, request.left)
         alone = all(count == 1 for count in step.chunks.values())
         return request.left if alone and budget > 0 else 0
+
+    def _room(self, step: Step) -> int:
+        """Tokens of prompts that the step still takes."""
+        room = self.limits.token_budget - step.tokens
+        if step.decodes:
+            room = min(room, self.pace.tokens(self.limits.token_budget) - (step.tokens - step.decodes))
+        return room
 
     def _make_room(self, request: Request, count: int, step: Step) -> bool:
         """Take pages for `count` tokens from the last in rank where there are none: whether there are now."""
@@ -213,7 +231,7 @@ class Scheduler:
 
     def _admit(self, step: Step) -> None:
         """Those that wait, in rank, as long as there are tokens, places and pages for the whole of each."""
-        while self.waiting and step.tokens < self.limits.token_budget:
+        while self.waiting and self._room(step) > 0:
             request = self.waiting[0]
             try:
                 if not self._begin(request, step):

@@ -136,7 +136,8 @@ class Server:
         tokenizer: of transformers, for prompts that are text or messages, and for the text of answers.
         pages, memory_utilization, prefix_cache, lora_slots, lora_max_rank: as `Engine` takes them.
         adapters: PEFT folders by name, as `load_adapter` takes them.
-        policy, token_budget, max_running, aging_s, chunked, preemption, swap_bytes: as `Limits` takes them.
+        policy, token_budget, max_running, aging_s, chunked, preemption, swap_bytes, stretch: as `Limits`
+            takes them.
 
     Options of a request: those of `Options`, and `stop`, a string or strings that end the text before them,
     `keep_special` and `keep_stop` as `Text` takes them, `priority`, `adapter` and `constraint` as `Request`
@@ -161,6 +162,7 @@ class Server:
         chunked: bool = True,
         preemption: str = "recompute",
         swap_bytes: int = 4 << 30,
+        stretch: float | None = 2.0,
     ):
         self.tokenizer = tokenizer
         self.engine = Engine(
@@ -175,6 +177,7 @@ class Server:
                 chunked,
                 preemption=preemption,
                 swap_bytes=swap_bytes,
+                stretch=stretch,
             ),
             prefix_cache=prefix_cache,
             adapters=adapters,

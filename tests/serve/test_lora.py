@@ -227,7 +227,8 @@ def test_preempted_cancelled_and_swapped_with_adapters(known):
         plain = engine_of(known, prefix_cache=False)
         asked = [(prompt_of(9, seed=n), "abc"[n % 3]) for n in range(9)]
         want = [alone(plain, *one, new=20) for one in asked]
-        engine = engine_of(known, pages=10, limits=Limits(token_budget=17, preemption=preemption))
+        limits = Limits(token_budget=17, preemption=preemption, stretch=None)
+        engine = engine_of(known, pages=10, limits=limits)
         requests = [engine.submit(request(*one, new=20)) for one in asked]
         for n in range(12):
             engine.step()
