@@ -16,6 +16,7 @@ from hfaccel_kernels import (  # noqa: E402
     dispatch,
     triton_activations,
     triton_linear,
+    triton_lora,
     triton_paged,
     triton_split,
 )
@@ -27,12 +28,12 @@ pytestmark = [pytest.mark.kernels, pytest.mark.slow]
 @functools.cache
 def built(capability: int) -> list[aot.Machine]:
     """What became of the launches of every op; on the oldest GPU of the rarer ones too, and where registers
-    are short for attention of those."""
+    are short for those of attention and LoRA."""
     found = list(aot.build(capability).values())
     if capability == 80:
         found += aot.build(80, aot.MORE).values()
     if capability == 120:
-        found += aot.build(120, {"paged_attention": aot.MORE["paged_attention"]}).values()
+        found += aot.build(120, {op: aot.MORE[op] for op in ("paged_attention", "lora_add")}).values()
     machines = [machine for per_op in found for machine in per_op]
     print("", *machines, sep="\n")
     return machines
@@ -68,6 +69,14 @@ def test_every_config_of_every_table_is_compiled(capability):
     assert_compiled("_round", triton_activations.ROUND, BLOCK=triton_activations.ROUND.tile[0])
     assert_compiled("_combine", triton_split.COMBINE, BLOCK=triton_split.COMBINE.tile[0])
     assert_compiled("_write", triton_paged.WRITE, TOKENS=triton_paged.WRITE.tile[0])
+    for size, (tokens, each) in triton_lora.TILES.items():
+        tile = {"TOKENS": tokens, "EACH": each}
+        for config in triton_lora.SHRINK[size].values():
+            bk, br = config.tile
+            assert_compiled("_shrink", config, **tile, BK=bk, BR=br, STAGES=config.num_stages)
+        config = triton_lora.EXPAND[size]
+        bn, br = config.tile
+        assert_compiled("_expand", config, **tile, BN=bn, BR=br, num_stages=config.num_stages)
     for tables in (triton_paged.DECODE, triton_paged.PREFILL):
         for table in tables.values():
             chosen = {}  # by head size: the first that this GPU may use
@@ -86,12 +95,12 @@ def test_what_is_compiled_is_what_ops_offer():
         importlib.import_module(target.partition(":")[0])
     offered = {op for op in OPS if any(b.name == "triton" for b in dispatch.backends(op))}
     assert offered == set(aot.CASES) == set(aot.MORE)
-    modules = (triton_activations, triton_linear, triton_paged, triton_split)
+    modules = (triton_activations, triton_linear, triton_lora, triton_paged, triton_split)
     sources = [(m, open(m.__file__).read()) for m in modules]
     launched = {
         (m.__name__, name) for m, text in sources for name in re.findall(r"^ *(_\w+)\[\(", text, re.M)
     }
-    assert len(launched) == 7
+    assert len(launched) == 9
     for capability in aot.CAPABILITIES:
         compiled = {(m.launch.module, m.launch.name) for m in built(capability)}
         assert compiled == launched
@@ -103,7 +112,10 @@ def test_loads_are_wide_and_products_run_on_tensor_cores(capability):
         # rows and groups of odd sizes cannot be loaded 16 bytes at a time
         whole = [m for m in of(capability, kernel) if not m.launch.constants.get("GAPS")]
         assert whole and all(m.wide_loads and m.async_copies for m in whole), "\n".join(map(str, whole))
-    for kernel in ("_gemm", "_attend"):
+    for kernel in ("_shrink", "_expand"):
+        whole = [m for m in of(capability, kernel) if m.launch.constants["BR"] > 16]
+        assert whole and all(m.wide_loads for m in whole), "\n".join(map(str, whole))
+    for kernel in ("_gemm", "_attend", "_shrink", "_expand"):
         assert all(m.mma or m.wgmma or m.tcgen05 for m in of(capability, kernel))
 
 
