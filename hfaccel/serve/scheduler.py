@@ -87,7 +87,7 @@ class Step:
 
     Attributes: begun, preempted: requests that got pages for it, and that lost theirs. failed: those whose
         adapter cannot be read any more.
-        pages: new pages promised to each; needed: their sum. decodes: requests that compute their last token.
+        pages: new pages promised to each; needed: their sum. decoding: who computes the last of its tokens.
     """
 
     chunks: dict[Request, int] = field(default_factory=dict)
@@ -96,21 +96,26 @@ class Step:
     begun: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     failed: list[tuple[Request, Exception]] = field(default_factory=list)
-    decodes: int = 0
+    decoding: set[Request] = field(default_factory=set)
 
     @property
     def tokens(self) -> int:
         return sum(self.chunks.values())
 
+    @property
+    def decodes(self) -> int:
+        return len(self.decoding)
+
     def put(self, request: Request, count: int) -> None:
         self.chunks[request] = count
         self.pages[request] = request.sequence.pages_for(count)
         self.needed += self.pages[request]
-        self.decodes += request.length > len(request.prompt) and request.left == 1
+        if request.output and request.left == 1:
+            self.decoding.add(request)
 
     def drop(self, request: Request) -> None:
-        count = self.chunks.pop(request, 0)
-        self.decodes -= count == 1 and request.length > len(request.prompt)
+        self.chunks.pop(request, None)
+        self.decoding.discard(request)
         self.needed -= self.pages.pop(request, 0)
 
 
