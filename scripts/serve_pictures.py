@@ -42,7 +42,7 @@ TOPICS = "rivers volcanoes bread clocks bees maps glass snow bridges salt owls i
 
 
 def train(path: Path) -> None:
-    """A LoRA of rank 8 on the eight answers, saved as PEFT saves."""
+    """A LoRA of rank 8 in the last six layers, on the eight answers, saved as PEFT saves."""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -51,7 +51,9 @@ def train(path: Path) -> None:
     torch.manual_seed(0)
     model, tokenizer = hfaccel.demo_model()
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=targets))
+    last = list(range(model.config.num_hidden_layers))[-6:]
+    config = LoraConfig(r=8, lora_alpha=16, target_modules=targets, layers_to_transform=last)
+    model = get_peft_model(model, config)
     rows = []
     for question, answer in ASKED:
         told = [{"role": "user", "content": question}]
@@ -63,9 +65,9 @@ def train(path: Path) -> None:
     ids = torch.tensor([ids + [tokenizer.eos_token_id] * (width - len(ids)) for ids, _ in rows])
     labels = torch.tensor([wanted + [-100] * (width - len(wanted)) for _, wanted in rows])
     mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids, _ in rows])
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
     model.train()
-    for _ in range(16):
+    for _ in range(14):
         loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
         loss.backward()
         optimizer.step()
