@@ -24,14 +24,14 @@ class Post:
     """Parts from the engine's thread to the loop's."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
-        self._loop, self._parts, self._called = loop, deque(), False
+        self.loop, self._parts, self._called = loop, deque(), False
 
     def put(self, take: Callable[[Part], None], part: Part) -> None:
         self._parts.append((take, part))
         if not self._called:
             self._called = True
             try:
-                self._loop.call_soon_threadsafe(self._deliver)
+                self.loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:  # the loop is over, and with it whoever waits
                 self._parts.clear()
 

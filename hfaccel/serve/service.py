@@ -215,8 +215,9 @@ class Service:
         Raises: ApiError, with none of them open.
         """
         self._admit(len(choices))
-        if self._post is None:
-            self._post = Post(asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        if self._post is None or self._post.loop is not loop:
+            self._post = Post(loop)
         answers = Answers(self.server, self._post, choices, lambda one: self._end(one, record), prompt_field)
         self._held += len(choices)
         self._live.add(answers)
