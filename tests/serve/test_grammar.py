@@ -162,6 +162,7 @@ def test_generate_writes_what_a_class_says(model, tokenizer):
         age: int = Field(ge=0, le=120)
 
     assert hfaccel.structured is structured
+    tokenizer.pad_token = "<pad>"
     inputs = tokenizer(["hello", "the world"], return_tensors="pt", padding=True, padding_side="left")
     how = {"max_new_tokens": 60, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
     torch.manual_seed(3)
