@@ -92,9 +92,9 @@ def long(
     *,
     prompt: int = 4000,
     streams: int = 8,
-    new: int = 144,
+    new: int = 240,
     rounds: int = 3,
-    budgets: tuple[int, ...] = (512, 128, 64),
+    budgets: tuple[int, ...] = (512, 128, 64, 32),
     **_: Any,
 ) -> dict[str, Any]:
     """`streams` requests decode; after a third of their tokens a prompt of `prompt` comes in.
