@@ -136,6 +136,8 @@ class Completions(BaseHTTPRequestHandler):
             self.event({"choices": [{"text": "" if n == 1 else "x", "finish_reason": None}]})
             if body["model"] == "cut":
                 self.event({"error": {"message": "out of pages"}})
+                self.close_connection = True
+                return
         self.event({"choices": [{"text": "", "finish_reason": "length"}]})
         self.event({"choices": [], "usage": {"completion_tokens": count}})
         self.chunk(b"data: [DONE]\n\n")
