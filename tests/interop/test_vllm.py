@@ -33,15 +33,15 @@ CASES = [
     ("awq", "int4-g64", "float16"),
     ("compressed-tensors", "int4-g64", "float16"),
     # It loads, and every linear gives the formula of one scale a token (largest relative error of a token
-    # 1.2e-7; 1.5e-3 in one linear, where a value between two codes fell to the other one). But W8A8 magnifies
-    # fp32's own rounding: a code that flips moves all that follow. Embeddings times 1 + 1e-7 of noise move our
-    # own logits by 0.7 to 0.9 RMS and the gap between the first two tokens by 0.21 to 0.29 on average, 0.94 at
-    # most; vLLM's differ from ours by 0.78 RMS, 0.30 and 0.71 (w8a8-nosmooth, 25 tokens, fp32, eager).
+    # 1.2e-7; 1.5e-3 in the first one, as where a value between two codes falls to the other). But W8A8
+    # magnifies fp32's own rounding: a code that flips moves all that follow. Embeddings times 1 + 1e-7 of
+    # noise move our own logits by 0.7 to 0.9 RMS and the gap between the first two tokens by 0.21 to 0.29 on
+    # average, 0.94 at most; vLLM's differ from ours by 0.78, 0.30 and 0.71 (w8a8-nosmooth, 25 tokens, fp32).
     pytest.param(
         "compressed-tensors",
         "w8a8",
         "float32",
-        marks=pytest.mark.xfail(strict=True, reason="one ulp of the embeddings moves logits as far as vLLM's"),
+        marks=pytest.mark.xfail(strict=True, reason="an ulp of the embeddings moves logits as far"),
     ),
 ]
 
