@@ -76,7 +76,10 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many questions a task.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Of a generated answer.")] = 256,
     lm_eval: Annotated[
-        str, typer.Option("--lm-eval", help="Tasks of lm-evaluation-harness, where it is installed.")
+        str,
+        typer.Option(
+            "--lm-eval", help="Tasks of lm-evaluation-harness, or .yaml files of some, if installed."
+        ),
     ] = "",
     off_grid: OffGrid = True,
     png: Annotated[

@@ -222,7 +222,9 @@ def generator(model: Any, tokenizer: Any, max_new_tokens: int) -> Callable[[str]
 def lm_eval(model: Any, tokenizer: Any, names: Iterable[str], limit: int | None = None) -> dict[str, Any]:
     """lm-evaluation-harness with this very object: task -> its metrics.
 
-    Raises: PatchError if lm-eval is not installed or does not know a task.
+    Args:
+        names: of its tasks, or paths of .yaml files that describe one.
+    Raises: PatchError if lm-eval is not installed, does not know a task or cannot have its data.
     """
     harness, wrapper = require_lm_eval()
     names = list(names)
@@ -230,7 +232,9 @@ def lm_eval(model: Any, tokenizer: Any, names: Iterable[str], limit: int | None 
     try:
         found = harness.simple_evaluate(model=lm, tasks=names, limit=limit)
     except KeyError as error:
-        raise PatchError(f"lm-eval does not know the task {error}") from error
+        raise PatchError(f"lm-eval does not know the task: {error.args[0] if error.args else ''}") from error
+    except OSError as error:
+        raise PatchError(f"lm-eval: data of {', '.join(names)}: {error}") from error
     return {name: dict(_figures(metrics)) for name, metrics in found["results"].items()}
 
 
@@ -240,11 +244,14 @@ def require_lm_eval() -> tuple[Any, Any]:
         import lm_eval as harness
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
-        raise PatchError(f"lm-eval is not installed ({error}): pip install lm-eval") from None
+        raise PatchError(f"lm-eval is not installed ({error}): pip install 'lm-eval[hf]'") from None
     return harness, HFLM
 
 
 def _figures(metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    for key, value in metrics.items():
-        if isinstance(value, int | float) and not isinstance(value, bool):
+    for (
+        key,
+        value,
+    ) in metrics.items():  # "acc,none": a metric and the filter of answers; the rest counts samples
+        if "," in key and isinstance(value, int | float) and not isinstance(value, bool):
             yield key.removesuffix(",none"), value
