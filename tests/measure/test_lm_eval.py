@@ -45,7 +45,7 @@ def model():
 @pytest.fixture
 def tokenizer(model):
     tokenizer = _tokenizer(model.config.vocab_size)
-    tokenizer.eos_token = tokenizer.pad_token = "[UNK]"  # the harness decodes the first and fills up with the other
+    tokenizer.eos_token = tokenizer.pad_token = "[UNK]"  # the harness wants both
     return tokenizer
 
 
