@@ -32,12 +32,25 @@ class BadGrammar(Refused):
     """A schema, expression or grammar that cannot be enforced."""
 
 
+def _closed(schema: Any) -> Any:
+    """A class's schema, objects with named fields closed to others: a model that may add fields adds them."""
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: _closed(part) for key, part in schema.items()}
+    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object":
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
 def json_grammar(schema: Any) -> str:
-    """Of a JSON schema as a dict, bool or text, or a Pydantic class. Raises: BadGrammar."""
+    """Of a JSON schema as a dict, bool or text, or a Pydantic class, whose objects have its fields alone
+    unless it says otherwise (`extra="allow"`). Raises: BadGrammar."""
     from llguidance import LLMatcher
 
     if hasattr(schema, "model_json_schema"):
-        schema = schema.model_json_schema()
+        schema = _closed(schema.model_json_schema())
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
