@@ -119,7 +119,7 @@ def test_random_traffic(llama, policy, preemption, chunked):
         policy=policy,
         chunked=chunked,
         preemption=preemption,
-        swap_bytes=12_000,  # not enough for all
+        swap_bytes=16_000,  # not enough for all
     )
     engine = Engine(llama, pages=18, limits=limits, clock=itertools.count().__next__)
     traffic = Traffic(engine, known(llama), f"{policy}{preemption}{chunked}", errors=0.02)
