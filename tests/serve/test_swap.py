@@ -162,7 +162,8 @@ def test_no_token_is_computed_twice(variant):
         assert [request.output for request in requests] == [want for *_, want in asked]
         assert engine.stats()["preemptions"]
         assert (sum(tokens) > sum(request.most_tokens for request in requests)) == twice
-        assert bool(engine.scheduler.swap.restored) == bool(swap_bytes)
+        assert bool(engine.scheduler.swap.refused) == twice  # victims larger than what is left of the limit
+        assert bool(engine.scheduler.swap.restored) or twice
         check_pages_are_back(engine)
 
 
