@@ -23,13 +23,12 @@ from torch import Tensor
 
 from hfaccel.quant.packing import Round
 from hfaccel.quant.rounding import group_scale
-from hfaccel_kernels.grid_error import grid_error
 from hfaccel_kernels.layouts import Layout
 
 STEPS = 7
 _SMALLEST = 0.3  # of the extremes, at the last step
 _HALVINGS = 2  # of a step, around the best
-_CHUNK_ELEMENTS = 1 << 20  # searched at a time, so that copies stay small
+_CHUNK_ELEMENTS = 1 << 18  # searched at a time: three buffers of them stay in cache
 
 
 def search_grid(weight: Tensor, importance: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
@@ -42,7 +41,7 @@ def search_grid(weight: Tensor, importance: Tensor, layout: Layout) -> tuple[Ten
     n, k = weight.shape
     size, groups = layout.group_len(k), layout.groups(k)
     pad = size * groups - k
-    h = F.pad(importance.float(), (0, pad)).view(groups, size)
+    h = F.pad(importance.float(), (0, pad)).view(groups, 1, size)
     # What no input ever reaches still has to round to something near itself, should one come.
     h = h + 1e-4 * h.mean() + torch.finfo(torch.float32).tiny
     rows = max(16, _CHUNK_ELEMENTS // max(k, 1))
@@ -57,16 +56,17 @@ def search_grid(weight: Tensor, importance: Tensor, layout: Layout) -> tuple[Ten
 
 
 def _search(w: Tensor, h: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """w [G, size, n], h [G, size] -> scales and zeros [G, n]."""
+    """w [G, size, n], h [G, 1, size] -> scales and zeros [G, n]."""
     low, high = w.amin(1), w.amax(1)
+    buffers = torch.empty_like(w), torch.empty_like(w)
+    best = _Best(lambda scale, zero: _error(w, h, scale, zero, layout, *buffers))
     bottom, top = bounds(layout)
-    best = _Best(lambda scale, zero: grid_error(w, h, scale, zero, bottom, top))
     if not layout.symmetric:
         low, high = low.clamp_max_(0), high.clamp_min_(0)
         best.offer(*_asymmetric(low, group_scale(high - low, top, layout), top))
 
         def pair(a: Tensor | float, b: Tensor | float) -> tuple[Tensor, Tensor]:
-            return _asymmetric(low * a, held((high * b - low * a) / top, layout), top)
+            return _asymmetric(low * a, _held((high * b - low * a) / top, layout), top)
 
         best.look(pair, 2, STEPS)
         return best.scale, best.zero
@@ -77,7 +77,7 @@ def _search(w: Tensor, h: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     if below != above:
         covers.append(-torch.maximum(-low / above, high / below))
     for cover in covers:
-        best.look(lambda a, cover=cover: (held(cover * a, layout), zero), 1, 3 * STEPS)
+        best.look(lambda a, cover=cover: (_held(cover * a, layout), zero), 1, 3 * STEPS)
     return best.scale, best.zero
 
 
@@ -123,11 +123,21 @@ def _asymmetric(low: Tensor, scale: Tensor, top: int) -> tuple[Tensor, Tensor]:
     return scale, torch.round(-low / divisor(scale)).clamp_(0, top)
 
 
-def held(scale: Tensor, layout: Layout) -> Tensor:
+def _held(scale: Tensor, layout: Layout) -> Tensor:
     """The nearest scale that the layout's dtype holds; one that vanishes there becomes its smallest."""
-    near = scale.to(layout.dtype).float()
+    held = scale.to(layout.dtype).float()
     smallest = 2.0**-24 if layout.dtype is torch.float16 else torch.finfo(torch.float32).tiny
-    return torch.where((near.abs() < smallest) & (scale != 0), torch.sign(scale) * smallest, near)
+    return torch.where((held.abs() < smallest) & (scale != 0), torch.sign(scale) * smallest, held)
+
+
+def _error(w: Tensor, h: Tensor, scale: Tensor, zero: Tensor, layout: Layout, x: Tensor, q: Tensor) -> Tensor:
+    """The weighted error [G, n]; x and q are scratch like w."""
+    step = divisor(scale)
+    torch.mul(w, step.reciprocal()[:, None], out=x)
+    x.add_(zero[:, None])
+    torch.round(x, out=q)
+    q.clamp_(*bounds(layout)).sub_(x).square_()
+    return torch.bmm(h, q)[:, 0] * step.square()
 
 
 def bounds(layout: Layout) -> tuple[int, int]:

@@ -35,7 +35,7 @@ from hfaccel import compat
 from hfaccel.anatomy import Anatomy
 from hfaccel.journal import Journal
 from hfaccel.observers import SiteStats, Stats
-from hfaccel.quant.grid import bounds, divisor, held, round_to_grid
+from hfaccel.quant.grid import bounds, divisor, round_to_grid
 from hfaccel.quant.packing import Round
 from hfaccel.quant.rounding import Rounding, group_scale
 from hfaccel.quant.rtn import grouped
@@ -153,7 +153,7 @@ def _solve(w: Tensor, h: Tensor, layout: Layout, p: float) -> tuple[Tensor, Tens
         covers = [torch.maximum(-low / below, high / max(above, 1))]
         if below != above:
             covers.append(-torch.maximum(-low / max(above, 1), high / below))
-        grids = ((held(cover * shrink, layout), zero) for cover in covers for shrink in line)
+        grids = ((_held(cover * shrink, layout), zero) for cover in covers for shrink in line)
     else:
         scale = group_scale(high - low, top, layout)
         zero = torch.round(-low / divisor(scale)).clamp_(0, top)
@@ -174,7 +174,7 @@ def _asymmetric(w: Tensor, h: Tensor, low: Tensor, high: Tensor, line: list[floa
     _, top = bounds(layout)
     weight = h / h.sum(-1, keepdim=True)
     for shrink in line:
-        scale = held((high - low) * (shrink / top), layout)
+        scale = _held((high - low) * (shrink / top), layout)
         x = w / divisor(scale)[..., None]
         zero = top / 2 - (low + high) / 2 / divisor(scale)
         penalty = _PENALTY
@@ -188,3 +188,10 @@ def _asymmetric(w: Tensor, h: Tensor, low: Tensor, high: Tensor, line: list[floa
         zero = zero.clamp_(0, top)
         yield scale, zero.floor()
         yield scale, zero.ceil()
+
+
+def _held(scale: Tensor, layout: Layout) -> Tensor:
+    """The nearest scale that the layout's dtype holds; one that vanishes there becomes its smallest."""
+    smallest = 2.0**-24 if layout.dtype is torch.float16 else torch.finfo(torch.float32).tiny
+    held = scale.to(layout.dtype).float()
+    return torch.where((held.abs() < smallest) & (scale != 0), torch.sign(scale) * smallest, held)

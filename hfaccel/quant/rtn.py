@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hfaccel.errors import PatchError
 from hfaccel.observers import Stats, Want
-from hfaccel.quant.grid import divisor, searched
+from hfaccel.quant.grid import searched
 from hfaccel.quant.packing import Round
 from hfaccel.quant.rounding import Options, Rounding, group_scale
 from hfaccel.transform import Site
@@ -95,7 +95,7 @@ def round_to_nearest(weight: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Te
     top = (1 << layout.bits) - 1
     low, high = low.clamp_max_(0), high.clamp_min_(0)
     scale = group_scale(high - low, top, layout)
-    step = divisor(scale)
+    step = nonzero(scale)
     zero = torch.round(-low / step).clamp_(0, top)
     codes = (groups / step[..., None]).round_().add_(zero[..., None]).clamp_(0, top)
     return ungrouped(codes.to(torch.uint8), weight.shape[1]), scale, zero.to(torch.uint8)
@@ -107,7 +107,7 @@ def round_to_peak(weight: Tensor, layout: Layout, peak: Tensor) -> tuple[Tensor,
         return _round_to_codebook(weight, layout, peak)
     top = (1 << (layout.bits - 1)) - 1
     scale = group_scale(peak, max(top, 1), layout)
-    codes = (grouped(weight, layout) / divisor(scale)[..., None]).round_()
+    codes = (grouped(weight, layout) / nonzero(scale)[..., None]).round_()
     codes.clamp_(-top if layout.bits == 8 else -top - 1, top).add_(layout.zero)
     return ungrouped(codes.to(torch.uint8), weight.shape[1]), scale, None
 
@@ -116,8 +116,13 @@ def _round_to_codebook(weight: Tensor, layout: Layout, peak: Tensor) -> tuple[Te
     """Codes that stand for the nearest multiples of the scale as it will be stored."""
     scale = group_scale(peak, codebook.TOP[layout.code], layout)
     held = unpack_scales(pack_scales(scale, layout), layout, len(scale))
-    codes = codebook.nearest(grouped(weight, layout) / divisor(held)[..., None], layout.code)
+    codes = codebook.nearest(grouped(weight, layout) / nonzero(held)[..., None], layout.code)
     return ungrouped(codes, weight.shape[1]), scale, None
+
+
+def nonzero(scale: Tensor) -> Tensor:
+    """The scale to divide by: 1 where it is 0 (an all-zero group, whose codes are all zero too)."""
+    return torch.where(scale > 0, scale, 1.0)
 
 
 def grouped(weight: Tensor, layout: Layout) -> Tensor:

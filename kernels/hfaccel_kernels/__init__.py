@@ -7,5 +7,4 @@ OPS = {
     "cache_write": "hfaccel_kernels.pages:cache_write",
     "paged_attention": "hfaccel_kernels.paged:paged_attention",
     "lora_add": "hfaccel_kernels.lora:lora_add",
-    "grid_error": "hfaccel_kernels.grid_error:grid_error",
 }

@@ -340,7 +340,6 @@ def _load(path: Path) -> ctypes.CDLL:
         lib.hfa_set_openmp(*entries)
     i32, i64, ptr = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
     lib.hfa_linear.argtypes = [ptr, ptr, i32, i64, i64, ptr, i32, i64, i32]
-    lib.hfa_grid_error.argtypes = [*[ptr] * 5, *[i64] * 3, *[i32] * 3]
     lib.hfa_acts_key.argtypes, lib.hfa_acts_key.restype = [ptr], i64
     lib.hfa_acts_bytes.argtypes, lib.hfa_acts_bytes.restype = [ptr, i64], i64
     return lib
