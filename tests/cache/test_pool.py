@@ -183,7 +183,7 @@ def test_growth_that_ends_half_way_is_seen_and_made_good(monkeypatch):
     pool = PagePool(page_tokens=4)
     sequence = Sequence(pool)
     write(pool, sequence, [0.0, 1, 2])
-    real, calls = pages._zeros, []
+    real, calls = pages.zeros, []
 
     def zeros(*args):
         calls.append(args)
@@ -192,7 +192,7 @@ def test_growth_that_ends_half_way_is_seen_and_made_good(monkeypatch):
         return real(*args)
 
     before = pool.version
-    monkeypatch.setattr(pages, "_zeros", zeros)
+    monkeypatch.setattr(pages, "zeros", zeros)
     with pytest.raises(MemoryError):
         sequence.extend(100)
     monkeypatch.undo()

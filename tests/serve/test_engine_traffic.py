@@ -140,6 +140,7 @@ def resident_bytes():
 
 @exact
 @pytest.mark.slow
+@pytest.mark.skipif("HFACCEL_SOAK_S" not in os.environ, reason="minutes: HFACCEL_SOAK_S=180 runs it")
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="resident memory is read from /proc")
 def test_soak():
     """Minutes of traffic (HFACCEL_SOAK_S): after each round no page is held, no request is alive, and the
