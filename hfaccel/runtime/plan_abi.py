@@ -8,6 +8,7 @@ import torch
 
 from hfaccel.runtime import Unsupported
 from hfaccel.runtime.plan import ASKED, SCHEMA, Matrix, Op, Plan, View
+from hfaccel.runtime.plan_lora import LoraExpand, LoraShrink
 from hfaccel.runtime.plan_ops import (
     ACTIVATIONS,
     Act,
@@ -19,8 +20,6 @@ from hfaccel.runtime.plan_ops import (
     Experts,
     Join,
     Logits,
-    LoraExpand,
-    LoraShrink,
     Matmul,
     Mix,
     Norm,

@@ -12,14 +12,13 @@ from hfaccel.runtime import Unsupported
 from hfaccel.runtime.plan import ASKED, TOKENS, Buffer, Matrix, Op, Plan, View, acts_key
 from hfaccel.runtime.plan_attention import attention
 from hfaccel.runtime.plan_experts import experts
+from hfaccel.runtime.plan_lora import adapters
 from hfaccel.runtime.plan_ops import (
     Act,
     Add,
     Embed,
     Gather,
     Logits,
-    LoraExpand,
-    LoraShrink,
     Matmul,
     Norm,
     Quant,
@@ -154,7 +153,7 @@ class Builder:
                 runs[-1][1].append(part)
             else:
                 runs.append((source, [part]))
-        deltas = self.lora_shrink(x, parts, layer)
+        expands = adapters(self, x, parts, layer)
         for source, run in runs:
             self.ops.append(
                 Matmul(
@@ -165,30 +164,7 @@ class Builder:
                     parts=tuple(matrix for _, matrix, _ in run),
                 )
             )
-        self.ops += deltas
-
-    def lora_shrink(self, x: int, parts: list[tuple[str, Matrix, int]], layer: int) -> list[Op]:
-        """Appends the first half of the adapters' part; returns the second, to be done after the products."""
-        expands, hidden, offsets = [], {}, {}
-        for name, matrix, out in parts:
-            module = name.partition("[")[0]  # a fused module's rows may be cut: "...gate_up_proj[up]"
-            if (table := self.tables.get(module)) is None:
-                continue
-            if module not in hidden:
-                hidden[module] = self.buffer(f"lora {len(hidden)}", table.a.shape[1], self.rows(x))
-                shrink = LoraShrink(
-                    name=f"{module} lora_A", layer=layer, x=x, out=hidden[module], table=table
-                )
-                self.ops.append(shrink)
-                self.beside.add(module)
-            at = offsets.get(module, 0)
-            offsets[module] = at + matrix.n
-            expands.append(
-                LoraExpand(
-                    name=f"{name} lora_B", layer=layer, x=hidden[module], y=out, table=table, offset=at
-                )
-            )
-        return expands
+        self.ops += expands
 
     def add(self, name: str, x: int, y: int, layer: int) -> None:
         self.ops.append(Add(name=name, layer=layer, x=x, y=y))

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import torch
 
-from hfaccel.lora.slots import Table
 from hfaccel.runtime.plan import (
     ALL,
     ASKED,
@@ -166,62 +165,6 @@ class Matmul(Op):
         return " ".join(
             f"[{p.n}, {p.k}] {p.format}{' +bias' if p.bias is not None else ''}" for p in self.parts
         )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LoraShrink(Op):
-    """out[t, :rank[s]] = scale[s] * (x[t] a[s].T), s the slot of the token's adapter; nothing without one"""
-
-    code: ClassVar[int] = 19
-    x: int = reads(ROWS)
-    out: int = writes(ROWS)
-    table: Table
-
-    def check(self, plan):
-        x, out, table = plan.buffers[self.x], plan.buffers[self.out], self.table
-        self.need(x.kind == "f32" and table.a.shape[2] == x.width, "width of the adapters' A")
-        self.need(table.a.shape[1] == out.width and out.rows == x.rows, "ranks")
-        check_table(self, table)
-
-    def detail(self):
-        return f"{list(self.table.a.shape)} {str(self.table.a.dtype).removeprefix('torch.')}"
-
-    def weight_bytes(self):
-        return 0  # of a token without an adapter
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LoraExpand(Op):
-    """y[t] += x[t, :rank[s]] b[s][:, offset:], s the slot of the token's adapter; nothing without one"""
-
-    code: ClassVar[int] = 20
-    x: int = reads(ALL)
-    y: int = updates(COLS)
-    table: Table
-    offset: int = 0  # first of the table's columns that lies in y
-
-    def check(self, plan):
-        x, y, table = plan.buffers[self.x], plan.buffers[self.y], self.table
-        self.need(y.kind == "f32" and x.rows == y.rows and table.b.shape[1] == x.width, "ranks")
-        self.need(0 <= self.offset <= table.b.shape[2] - y.width, "width of the adapters' B")
-        check_table(self, table)
-
-    def detail(self):
-        return f"{list(self.table.b.shape)} {str(self.table.b.dtype).removeprefix('torch.')}"
-
-    def weight_bytes(self):
-        return 0
-
-
-def check_table(op: LoraShrink | LoraExpand, table: Table) -> None:
-    """Shapes, dtypes and places of a table's tensors."""
-    slots, ranks = table.a.shape[:2]
-    op.need(table.b.shape[:2] == (slots, ranks) and table.a.dtype == table.b.dtype, "A and B of the adapters")
-    op.need(table.a.dtype in FLOATS, f"adapters of {table.a.dtype}")
-    op.need(table.scale.dtype is torch.float32 and table.rank.dtype is torch.int32, "scales and ranks")
-    op.need(table.scale.shape == table.rank.shape == (slots,), "slots of scales and ranks")
-    tensors = (table.a, table.b, table.scale, table.rank)
-    op.need(all(t.is_contiguous() and t.device.type == "cpu" for t in tensors), "a table on the CPU")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

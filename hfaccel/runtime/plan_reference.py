@@ -12,6 +12,7 @@ from hfaccel.cache.pool import LayerPages, PagePool
 from hfaccel.lora.slots import AdapterSlots
 from hfaccel.runtime.plan import ASKED, Matrix, Op, Plan, View
 from hfaccel.runtime.plan_build import build
+from hfaccel.runtime.plan_lora import LoraExpand, LoraShrink
 from hfaccel.runtime.plan_ops import (
     Act,
     Add,
@@ -23,8 +24,6 @@ from hfaccel.runtime.plan_ops import (
     Gather,
     Join,
     Logits,
-    LoraExpand,
-    LoraShrink,
     Matmul,
     Mix,
     Norm,

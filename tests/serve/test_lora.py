@@ -258,8 +258,7 @@ def test_embeddings_have_the_adapter(known):
 
 
 def test_an_adapter_that_no_plan_can_serve_is_refused_and_the_others_go_on(known, monkeypatch):
-    from hfaccel.runtime import Unsupported
-    from hfaccel.runtime.plan_build import Builder
+    from hfaccel.runtime import Unsupported, plan_build
 
     model, folders, _ = known
     engine, prompt = Engine(model, pages=64, lora_slots=2), prompt_of(8)
@@ -268,14 +267,14 @@ def test_an_adapter_that_no_plan_can_serve_is_refused_and_the_others_go_on(known
     running = engine.submit(request(prompt, "a", 12))
     for _ in range(3):
         engine.step()
-    shrink = Builder.lora_shrink
+    real = plan_build.adapters
 
-    def refuse(self, x, parts, layer):
-        if any("down_proj" in name and name in self.tables for name, _, _ in parts):
+    def refuse(builder, x, parts, layer):
+        if any("down_proj" in name and name in builder.tables for name, _, _ in parts):
             raise Unsupported("no record for it")
-        return shrink(self, x, parts, layer)
+        return real(builder, x, parts, layer)
 
-    monkeypatch.setattr(Builder, "lora_shrink", refuse)
+    monkeypatch.setattr(plan_build, "adapters", refuse)
     tables = dict(engine.slots.tables)
     with pytest.raises(BadAdapter, match="adapter 'c' cannot be served.*no record for it"):
         engine.load_adapter("c", folders["c"])
