@@ -6,14 +6,13 @@ import threading
 import pytest
 import torch
 
+import lora_folders
 from hfaccel.errors import PatchError
 from hfaccel.generate import mixin
-from hfaccel.lora.adapters import read_adapter
-from hfaccel.lora.slots import AdapterSlots
 from hfaccel.runtime.modules import Modules
 from hfaccel.runtime.runner import Runner
 from hfaccel_kernels.layouts import Layout
-from lora_folders import LINEARS, MLP, QV, adapter, logits_of
+from lora_folders import LINEARS, adapter, logits_of, mixed_adapters
 from plans import close, quantize
 from tiny import ids, tiny
 
@@ -26,55 +25,22 @@ FUSED = {
 
 
 def slots_of(model, *folders, count=4):
-    """Slots with each folder loaded in turn, and where each lies; the model attends over pages now."""
+    """As `lora_folders.slots_of`; the model attends over pages now."""
     mixin.install(model)
-    slots = AdapterSlots(model, slots=count)
-    adapters = [read_adapter(str(n), path, model) for n, path in enumerate(folders)]
-    for one in adapters:
-        slots.make_room(one)
-    for one in adapters:
-        assert slots.acquire(one)
-    return slots, [slots.slot(one) for one in adapters]
+    return lora_folders.slots_of(model, *folders, count=count)
 
 
-def run(model, executor, rows, adapters, *, asked=None, hidden=False):
-    """What one packed step says of every token, row by row, or of the tokens `asked`."""
-    runner = Runner(model, page_tokens=4)
-    runner.executor = executor
-    counts = [len(row) for row in rows]
-    positions = torch.cat([torch.arange(count) for count in counts])
-    sequences = [runner.sequence() for _ in rows]
-    picked = torch.arange(sum(counts)) if asked is None else torch.tensor(asked)
-    try:
-        out = runner.step(
-            torch.cat(rows), positions, sequences, counts, picked, hidden=hidden, adapters=adapters
-        )
-    finally:
-        for sequence in sequences:
-            sequence.free()
+def run(model, executor, rows, adapters, **how):
+    """As `lora_folders.one_step`; the step's hooks are gone."""
+    out = lora_folders.one_step(model, executor, rows, adapters, page_tokens=4, **how)
     assert not any(module._forward_hooks for module in model.modules())
-    return out.split(counts) if asked is None else out
+    return out
 
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
-    """CASES L5 and L3. A: rank 4, q and v; B: rank 16, all linears, rank-stabilized; C: rank 8, the MLP, with
-    patterns."""
     model, at = tiny("llama"), tmp_path_factory.mktemp("adapters")
-    peft = [
-        adapter(model, at / "a", seed=1, targets=QV),
-        adapter(model, at / "b", seed=2, r=16, targets=LINEARS, use_rslora=True),
-        adapter(
-            model,
-            at / "c",
-            seed=3,
-            r=8,
-            targets=MLP,
-            rank_pattern={"up_proj": 1},
-            alpha_pattern={"layers.0.mlp.down_proj": 3, "gate_proj": 0},
-        ),
-    ]
-    return model, peft, [at / name for name in "abc"]
+    return model, mixed_adapters(model, at), [at / name for name in "abc"]
 
 
 def test_each_row_equals_a_solo_run(mixed):

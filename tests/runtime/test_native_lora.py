@@ -5,17 +5,14 @@ import torch
 
 import hfaccel
 from hfaccel.errors import PatchError
-from hfaccel.lora.adapters import read_adapter
-from hfaccel.lora.slots import AdapterSlots
 from hfaccel.quant.linear import ScaledLinear
 from hfaccel.runtime.native import Native
 from hfaccel.runtime.plan_build import build
-from hfaccel.runtime.plan_ops import LoraExpand, LoraShrink
+from hfaccel.runtime.plan_lora import LoraExpand, LoraShrink
 from hfaccel.runtime.plan_reference import Reference
-from hfaccel.runtime.runner import Runner
 from hfaccel_kernels import native
 from hfaccel_kernels.layouts import Layout
-from lora_folders import LINEARS, MLP, QV, adapter, logits_of
+from lora_folders import LINEARS, QV, adapter, logits_of, mixed_adapters, one_step, slots_of
 from plans import close, quantize
 from tiny import ids, tiny
 
@@ -24,52 +21,10 @@ pytestmark = pytest.mark.skipif(not native.available(), reason=f"no C++ kernels:
 FUSED = {"phi3": ["qkv_proj", "gate_up_proj"], "gpt2": ["c_attn", "c_proj"], "gpt_neox": ["query_key_value"]}
 
 
-def slots_of(model, *folders, count=4):
-    """Slots with each folder loaded in turn: slot n holds folder n."""
-    slots = AdapterSlots(model, slots=count)
-    adapters = [read_adapter(str(n), path, model) for n, path in enumerate(folders)]
-    for one in adapters:
-        slots.make_room(one)
-    for one in adapters:
-        assert slots.acquire(one)
-    order = [slots.slot(one) for one in adapters]
-    return slots, order
-
-
-def run(model, executor, rows, adapters, *, asked=None):
-    """Logits of one packed step: of every token, or of the tokens `asked`."""
-    runner = Runner(model)
-    runner.executor = executor
-    counts = [len(row) for row in rows]
-    positions = torch.cat([torch.arange(count) for count in counts])
-    sequences = [runner.sequence() for _ in rows]
-    picked = torch.arange(sum(counts)) if asked is None else torch.tensor(asked)
-    try:
-        out = runner.step(torch.cat(rows), positions, sequences, counts, picked, adapters=adapters)
-    finally:
-        for sequence in sequences:
-            sequence.free()
-    return out.split(counts) if asked is None else out
-
-
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
-    """A: rank 4, q and v; B: rank 16, all linears, rank-stabilized; C: rank 8, the MLP, with patterns."""
     model, at = tiny("llama"), tmp_path_factory.mktemp("adapters")
-    peft = [
-        adapter(model, at / "a", seed=1, targets=QV),
-        adapter(model, at / "b", seed=2, r=16, targets=LINEARS, use_rslora=True),
-        adapter(
-            model,
-            at / "c",
-            seed=3,
-            r=8,
-            targets=MLP,
-            rank_pattern={"up_proj": 1},
-            alpha_pattern={"layers.0.mlp.down_proj": 3},
-        ),
-    ]
-    return model, peft, [at / name for name in "abc"]
+    return model, mixed_adapters(model, at), [at / name for name in "abc"]
 
 
 @pytest.mark.parametrize("kind", [Native, Reference])
@@ -79,7 +34,7 @@ def test_each_row_equals_a_solo_run(mixed, kind):
     executor = kind(model, lora=slots)
     whose = [2, None, 0, 1, 0, None, 1, 2]
     rows = [ids(1, 3 + n, seed=n)[0] for n in range(8)]
-    found = run(model, executor, rows, [-1 if n is None else order[n] for n in whose])
+    found = one_step(model, executor, rows, [-1 if n is None else order[n] for n in whose])
     for row, n, got in zip(rows, whose, found, strict=True):
         close(got, logits_of(model if n is None else peft[n], row))
 
@@ -90,14 +45,14 @@ def test_order_and_neighbours_change_no_bit(mixed):
     executor = Native(model, lora=slots)
     rows = [ids(1, n, seed=n)[0] for n in (1, 1, 7, 12)]
     adapters = [order[1], -1, order[2], order[1]]
-    together = run(model, executor, rows, adapters)
-    turned = run(model, executor, rows[::-1], adapters[::-1])[::-1]
+    together = one_step(model, executor, rows, adapters)
+    turned = one_step(model, executor, rows[::-1], adapters[::-1])[::-1]
     for row, slot, one, other in zip(rows, adapters, together, turned, strict=True):
         assert torch.equal(one, other)
-        assert torch.equal(one, run(model, executor, [row], [slot])[0])
+        assert torch.equal(one, one_step(model, executor, [row], [slot])[0])
     plain = Native(model)
-    assert torch.equal(together[1], run(model, plain, [rows[1]], None)[0])
-    assert torch.equal(run(model, executor, rows, None)[1], together[1])
+    assert torch.equal(together[1], one_step(model, plain, [rows[1]], None)[0])
+    assert torch.equal(one_step(model, executor, rows, None)[1], together[1])
 
 
 @pytest.mark.parametrize("family", FUSED)
@@ -106,7 +61,7 @@ def test_fused_and_transposed_layers(family, tmp_path):
     peft = adapter(model, tmp_path / "x", targets=FUSED[family], fan_in_fan_out=family == "gpt2")
     slots, order = slots_of(model, tmp_path / "x")
     row = ids(1, 9)[0]
-    found = run(model, Native(model, lora=slots), [row, row], [order[0], -1])
+    found = one_step(model, Native(model, lora=slots), [row, row], [order[0], -1])
     close(found[0], logits_of(peft, row))
     close(found[1], logits_of(model, row))
 
@@ -118,7 +73,7 @@ def test_on_the_head_and_on_asked_rows(family, tmp_path):
     slots, order = slots_of(model, tmp_path / "x")
     rows = [ids(1, n, seed=n)[0] for n in (5, 6, 4)]
     adapters = [-1, order[0], -1]
-    found = run(model, Native(model, lora=slots), rows, adapters, asked=[14, 10, 4, 7])
+    found = one_step(model, Native(model, lora=slots), rows, adapters, asked=[14, 10, 4, 7])
     close(found[1], logits_of(peft, rows[1])[5])
     close(found[3], logits_of(peft, rows[1])[2])
     close(found[0], logits_of(model, rows[2])[3])
@@ -131,8 +86,10 @@ def test_over_packed_weights(layout, tmp_path):
     adapter(tiny("llama"), tmp_path / "x", targets=LINEARS, r=6)
     slots, order = slots_of(model, tmp_path / "x")
     row = ids(1, 8)[0]
-    steps = [run(model, kind(model, lora=slots), [row, row], [-1, order[0]]) for kind in (Native, Reference)]
-    assert torch.equal(steps[0][0], run(model, Native(model), [row], None)[0])
+    steps = [
+        one_step(model, kind(model, lora=slots), [row, row], [-1, order[0]]) for kind in (Native, Reference)
+    ]
+    assert torch.equal(steps[0][0], one_step(model, Native(model), [row], None)[0])
     for got, want in zip(*steps, strict=True):
         assert (got - want).abs().mean() < 2e-3 * want.abs().mean()  # a rounding may fall the other way
     assert (steps[0][1] - steps[0][0]).abs().mean() > 0.1 * steps[0][0].abs().mean()
@@ -145,7 +102,7 @@ def test_over_patched_models_as_peft_has_it(recipe, tmp_path, spill):
     peft = adapter(model, tmp_path / "x", targets=LINEARS, r=5)
     slots, order = slots_of(model, tmp_path / "x")
     row = ids(1, 9)[0]
-    found = run(model, Native(model, lora=slots), [row, row], [order[0], -1])
+    found = one_step(model, Native(model, lora=slots), [row, row], [order[0], -1])
     bare, want = logits_of(model, row), logits_of(peft, row)
     for got, wanted in ((found[0], want), (found[1], bare)):
         assert (got - wanted).abs().mean() < 5e-3 * wanted.abs().mean()  # a rounding may fall the other way
@@ -163,7 +120,7 @@ def test_inputs_are_scaled_for_the_codes_alone(tmp_path):
         layer.self_attn.q_proj = ScaledLinear(64, 64, old.layout, old.packed, input_scale=scale)
     slots, order = slots_of(model, tmp_path / "x")
     row = ids(1, 8)[0]
-    found = run(model, Native(model, lora=slots), [row, row], [order[0], -1])
+    found = one_step(model, Native(model, lora=slots), [row, row], [order[0], -1])
     bare, hooks = logits_of(model, row), []
     for name, table in slots.tables.items():
 
@@ -188,9 +145,9 @@ def test_a_tied_head_with_an_adapter_leaves_the_embedding_and_the_others(tmp_pat
     model = model.to(dtype)
     slots, order = slots_of(model, tmp_path / "x")
     executor = Native(model, lora=slots)
-    found = run(model, executor, [row, row], [order[0], -1])
-    plain = run(model, Native(model), [row], None)[0]
-    assert torch.equal(found[1], plain) and torch.equal(run(model, executor, [row], None)[0], plain)
+    found = one_step(model, executor, [row, row], [order[0], -1])
+    plain = one_step(model, Native(model), [row], None)[0]
+    assert torch.equal(found[1], plain) and torch.equal(one_step(model, executor, [row], None)[0], plain)
     close(found[0].float(), want, 1e-5 if dtype is torch.float32 else 0.05)
 
 
@@ -200,10 +157,10 @@ def test_bf16_tables(tmp_path):
     slots, order = slots_of(model, tmp_path / "x")
     assert {t.dtype for table in slots.tables.values() for t in (table.a, table.b)} == {torch.bfloat16}
     row = ids(1, 8)[0]
-    found = run(model, Native(model, lora=slots), [row], [order[0]])[0].float()
+    found = one_step(model, Native(model, lora=slots), [row], [order[0]])[0].float()
     want = logits_of(peft, row)
     assert (found - want).abs().mean() < 0.03 * want.abs().mean()
-    reference = run(model, Reference(model, lora=slots), [row], [order[0]])[0].float()
+    reference = one_step(model, Reference(model, lora=slots), [row], [order[0]])[0].float()
     assert (found - reference).abs().max() <= 0.02 * reference.abs().max()
 
 
@@ -225,4 +182,4 @@ def test_a_slot_that_no_table_has_is_refused(mixed):
     executor = Native(model, lora=slots)
     for wrong in (2, -2):
         with pytest.raises(PatchError, match="slot"):
-            run(model, executor, [ids(1, 3)[0]] * 2, [0, wrong])
+            one_step(model, executor, [ids(1, 3)[0]] * 2, [0, wrong])
