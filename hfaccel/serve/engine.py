@@ -30,10 +30,9 @@ from hfaccel.runtime.modules import WHOLE_INPUT_ROPE, rope_types, unpackable
 from hfaccel.runtime.runner import Runner
 from hfaccel.serve.adapters import KnownAdapters
 from hfaccel.serve.budget import budget_of
-from hfaccel.serve.draw import draw, wanted
+from hfaccel.serve.forward import Chosen, Forward
 from hfaccel.serve.prefix import PrefixTree
 from hfaccel.serve.requests import Refused, Request, State
-from hfaccel.serve.sampling import scores
 from hfaccel.serve.scheduler import Limits, Scheduler, Step
 from hfaccel.serve.turns import Turns
 
@@ -109,9 +108,7 @@ class Engine:
         self.steps = 0
         self._positions = position_limit(model)
         self._vocab = _vocabulary(model)
-        self._most_candidates = min(
-            self._vocab, getattr(model.get_output_embeddings(), "out_features", self._vocab)
-        )
+        self.forward = Forward(self.runner, self.slots, self._vocab)
         self._order = itertools.count()
         self._submitted: deque[Request] = deque()
         self._cancelled: deque[Request] = deque()
@@ -238,7 +235,7 @@ class Engine:
                 self._leave()
             return True
 
-    def _timed(self, step: Step) -> list[tuple[Request, int | Exception]]:
+    def _timed(self, step: Step) -> list[Chosen]:
         began = time.perf_counter()
         tokens = self._run(step)
         self.scheduler.pace.took(time.perf_counter() - began, step.decodes, step.tokens - step.decodes)
@@ -304,103 +301,10 @@ class Engine:
             if self.tree is not None:
                 self.tree.clear()
 
-    def _run(self, step: Step) -> list[tuple[Request, int | Exception | None]]:
-        """Compute a step's tokens: the next one of each request that is complete now, or why it has none;
-        None for one that is embedded."""
-        slots = {request: self.slots.slot(request.lora) for request in step.chunks}
-        # Tokens of one adapter lie together: the kernels read its matrices once.
-        chunks = {request: step.chunks[request] for request in sorted(slots, key=slots.get)}
+    def _run(self, step: Step) -> list[Chosen]:
+        """Compute a step's tokens."""
         self.steps += 1
-        done: list[tuple[Request, int | Exception | None]] = []
-        if any(request.options.embed for request in chunks):
-            embedded = {request: count for request, count in chunks.items() if request.options.embed}
-            done += self._embed(embedded, slots)
-            chunks = {request: count for request, count in chunks.items() if not request.options.embed}
-        return done + self._next(chunks, slots) if chunks else done
-
-    def _next(self, chunks: dict[Request, int], slots) -> list[tuple[Request, int | Exception | None]]:
-        """The next token of each request that is complete now, or why it has none."""
-        ids, positions, asked, ready, end = [], [], [], [], 0
-        prompts: list[tuple[Request, range]] = []  # tokens of prompts that are scored, and their rows after
-        for request, count in chunks.items():
-            at = request.computed
-            ids += request.part(at, count)
-            positions += range(at, at + count)
-            end += count
-            if count == request.left:
-                asked.append(end - 1)
-                ready.append(request)
-                if request.constraint is not None:
-                    request.constraint.prepare()
-            if request.options.prompt_logprobs is not None and not request.output:
-                prompts.append((request, range(at + 1, min(at + count + 1, len(request.prompt)))))
-        starts = itertools.accumulate((0, *chunks.values()))
-        begins = dict(zip(chunks, starts, strict=False))
-        asked += [begins[request] + n for request, scored in prompts for n in range(len(scored))]
-        device = self.model.device
-        inputs = [torch.tensor(x, dtype=torch.long, device=device) for x in (ids, positions, asked)]
-        sequences, counts = [r.sequence for r in chunks], list(chunks.values())
-        adapters = [slots[request] for request in chunks]
-        drawn = [n for n, request in enumerate(ready) if not request.plain]
-        top = min(max([1, *(wanted(ready[n]) for n in drawn)]), self._most_candidates)
-        if asked and hasattr(self.runner.executor, "best"):
-            rows = {"counts": counts, "rows": inputs[2], "adapters": adapters}
-            values, ids, logits = self.runner.candidates(*inputs[:2], sequences, top, **rows)
-        else:
-            logits = self.runner.step(*inputs[:2], sequences, counts, inputs[2], adapters=adapters)
-            values, ids = _best(logits[: len(ready)], top)
-        found: list[int | Exception] = ids[: len(ready), 0].tolist()
-        if drawn:
-            values, ids = values.cpu().numpy(), ids.cpu().numpy()
-        for n in drawn:
-            found[n] = _drawn(logits[n], ready[n], values[n], ids[n])
-        self._score(logits, ready, found)
-        self._score_prompts(logits[len(ready) :], prompts)
-        return list(zip(ready, found, strict=True))
-
-    def _score(self, logits: torch.Tensor, ready: list[Request], found: list[int | Exception]) -> None:
-        """Scores of the tokens that were found, for those who ask."""
-        rows = [
-            n
-            for n, (request, token) in enumerate(zip(ready, found, strict=True))
-            if request.options.logprobs is not None and isinstance(token, int) and token < self._vocab
-        ]
-        if rows:
-            tops = [ready[n].options.logprobs for n in rows]
-            of = scores(logits[rows][:, : self._vocab], [found[n] for n in rows], tops)
-            for n, score in zip(rows, of, strict=True):
-                ready[n].scores.append(score)
-
-    def _score_prompts(self, logits: torch.Tensor, prompts: list[tuple[Request, range]]) -> None:
-        """Scores of tokens of prompts, by the rows before them."""
-        at = 0
-        for request, scored in prompts:
-            rows, at = logits[at : at + len(scored), : self._vocab], at + len(scored)
-            if scored.start == 1:  # anew, where it was preempted
-                request.prompt_scores = []
-            if len(scored):
-                tokens = request.prompt[scored.start : scored.stop]
-                tops = [request.options.prompt_logprobs] * len(tokens)
-                request.prompt_scores += scores(rows, tokens, tops)
-
-    def _embed(self, chunks: dict[Request, int], slots) -> list[tuple[Request, int | Exception | None]]:
-        """Add up hidden states of prompts; those that are complete have their mean."""
-        device, counts = self.model.device, list(chunks.values())
-        begins = [request.computed for request in chunks]
-        ids = [i for request, count in chunks.items() for i in request.part(request.computed, count)]
-        at = [p for begin, count in zip(begins, counts, strict=True) for p in range(begin, begin + count)]
-        inputs = [torch.tensor(x, dtype=torch.long, device=device) for x in (ids, at, range(len(ids)))]
-        sequences, adapters = [r.sequence for r in chunks], [slots[r] for r in chunks]
-        complete = [request for request, count in chunks.items() if count == request.left]
-        states = self.runner.step(
-            *inputs[:2], sequences, counts, inputs[2], hidden=True, adapters=adapters
-        ).split(counts)
-        for request, begin, rows in zip(chunks, begins, states, strict=True):
-            added = rows.float().sum(0).cpu()
-            request.embedding = added if begin == 0 else request.embedding + added
-        for request in complete:
-            request.embedding /= len(request.prompt)
-        return [(request, None) for request in complete]
+        return self.forward.run(step.chunks)
 
     def _take(self, request: Request, token: int | Exception | None) -> None:
         """Give a request its next token, or none, and see whether it is over."""
@@ -449,7 +353,8 @@ class Engine:
         if not failed:
             self.fail_all(error)
             return
-        log.warning("a step failed, %d requests with it: %s: %s", len(failed), type(error).__name__, error)
+        # As text: a record that is kept would keep the error, its frames and their requests.
+        log.warning("a step failed, %d requests with it: %s", len(failed), _told(error))
         for request in failed:
             self._end(request, State.FAILED, "error", error)
 
@@ -458,7 +363,7 @@ class Engine:
         with self._stepping:
             self._take_in()
             failed = [*self.scheduler.running, *self.scheduler.waiting]
-            log.warning("%d requests failed: %s: %s", len(failed), type(error).__name__, error)
+            log.warning("%d requests failed: %s", len(failed), _told(error))
             for request in failed:
                 self._end(request, State.FAILED, "error", error)
             self._leave()
@@ -509,19 +414,5 @@ def _vocabulary(model: nn.Module) -> int:
     return getattr(embedding, "num_embeddings", None) or embedding.weight.shape[0]
 
 
-def _best(logits: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `top` largest logits of each row, fp32, and their ids, as `Runner.candidates` has them."""
-    if top == 1:
-        values, ids = logits.max(-1, keepdim=True)
-        return values.float(), ids
-    values, ids = logits.float().topk(top, dim=-1)
-    ids, order = ids.sort(-1)  # equal ones by id
-    values, again = values.gather(-1, order).sort(-1, descending=True, stable=True)
-    return values, ids.gather(-1, again)
-
-
-def _drawn(row: torch.Tensor, request: Request, values, ids) -> int | Exception:
-    try:
-        return draw(row, request, values, ids)
-    except Exception as error:
-        return error
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

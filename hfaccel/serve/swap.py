@@ -78,7 +78,7 @@ class SwapSpace:
                     index: [_out(x, pages) for x in layer.tensors()] for index, layer in pool.layers.items()
                 }
         except (RuntimeError, MemoryError) as error:  # no memory left, or none that can be pinned
-            log.warning("pages of a preempted request are computed anew: %s", error)
+            log.warning("pages of a preempted request are computed anew: %s", str(error))
             self.refused += 1
             return False
         self._saved[request] = Saved(request.sequence.length, request.version, layers, size)
@@ -101,7 +101,7 @@ class SwapSpace:
                     for x, copy in zip(pool.layers[index].tensors(), kept, strict=True):
                         _back(x, sequence.pages[first:], copy[first:])
         except (RuntimeError, MemoryError) as error:
-            log.warning("saved pages of a request are computed anew: %s", error)
+            log.warning("saved pages of a request are computed anew: %s", str(error))
             sequence.rollback(saved.length - saved.found)
             self.drop(request)
             return False

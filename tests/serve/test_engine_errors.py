@@ -48,7 +48,7 @@ def test_an_error_in_a_step_fails_those_in_it_and_nobody_else(llama, monkeypatch
 
 @exact
 def test_an_error_of_a_listener_or_of_its_logits_is_its_own(llama, monkeypatch):
-    from hfaccel.serve import engine as module
+    from hfaccel.serve import forward as module
 
     def broken(request, token):
         if len(request.output) == 2:
@@ -93,7 +93,7 @@ def test_a_step_that_only_preempts_is_no_error(llama, monkeypatch):
 
 
 def test_a_token_without_an_embedding_fails_its_request_alone(llama, monkeypatch):
-    from hfaccel.serve import engine as module
+    from hfaccel.serve import forward as module
 
     monkeypatch.setattr(module, "draw", lambda row, request, values, ids: 256)
     engine = Engine(llama, pages=50)
