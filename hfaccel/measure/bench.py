@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import resources
@@ -111,6 +112,14 @@ def parse_peer(text_: str) -> tuple[str, str]:
     return name, variant
 
 
+def in_turn(rows: list[Contender], turn: int) -> Iterator[Contender]:
+    """Those that run, alternately from the first to the last and back."""
+    for row in rows if turn % 2 == 0 else rows[::-1]:
+        if row.process:
+            time.sleep(0.2)  # idle threads of the one before go to sleep
+            yield row
+
+
 def bench(
     model: str,
     recipes: list[str],
@@ -166,12 +175,10 @@ def bench(
         for turn in range(rounds):
             say(f"round {turn + 1} of {rounds}")
             bandwidth.append(read_bandwidth(threads))
-            for row in rows if turn % 2 == 0 else rows[::-1]:
-                if row.process:
-                    time.sleep(0.2)  # idle threads of the one before go to sleep
-                    reply = row.ask({"prompt": prompts[turn], "new_tokens": new_tokens})
-                    if "error" not in reply:
-                        row.samples.append((reply["first_s"], reply["total_s"]))
+            for row in in_turn(rows, turn):
+                reply = row.ask({"prompt": prompts[turn], "new_tokens": new_tokens})
+                if "error" not in reply:
+                    row.samples.append((reply["first_s"], reply["total_s"]))
     finally:
         for row in rows:
             row.stop()

@@ -17,14 +17,13 @@ import math
 import random
 import statistics
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hfaccel.errors import PatchError, UnknownName
 from hfaccel.measure import artifacts
-from hfaccel.measure.bench import Contender, cpu_name, read_bandwidth
+from hfaccel.measure.bench import Contender, cpu_name, in_turn, read_bandwidth
 from hfaccel.measure.corpus import text
 from hfaccel.measure.peers.traffic import Url, drive
 from hfaccel.measure.rows import load_tokenizer
@@ -252,12 +251,10 @@ def bench_serve(
         for turn, jobs in enumerate(turns):
             say(f"round {turn + 1} of {rounds}")
             bandwidth.append(read_bandwidth(threads))
-            for row in rows if turn % 2 == 0 else rows[::-1]:
-                if row.process:
-                    time.sleep(0.2)  # idle threads of the one before go to sleep
-                    reply = row.ask({"jobs": jobs, "users": load.users})
-                    if "error" not in reply:
-                        results[row.name].append(summary(reply["records"]))
+            for row in in_turn(rows, turn):
+                reply = row.ask({"jobs": jobs, "users": load.users})
+                if "error" not in reply:
+                    results[row.name].append(summary(reply["records"]))
             for row, target in there:
                 results[row.name].append(summary(drive(target, jobs, load.users)))
     finally:
