@@ -7,7 +7,8 @@ from hfaccel.cache.pool import PagePool
 from hfaccel.lora.slots import Table
 from hfaccel.runtime.native import Native
 from hfaccel.runtime.plan import ASKED, Buffer, Matrix, Plan
-from hfaccel.runtime.plan_ops import Embed, Gather, Logits, LoraExpand, LoraShrink, Matmul
+from hfaccel.runtime.plan_lora import LoraExpand, LoraShrink
+from hfaccel.runtime.plan_ops import Embed, Gather, Logits, Matmul
 from hfaccel_kernels import native
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no C++ kernels: {native.reason()}")
