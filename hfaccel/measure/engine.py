@@ -94,7 +94,7 @@ def long(
     streams: int = 8,
     new: int = 240,
     rounds: int = 3,
-    budgets: tuple[int, ...] = (512, 128, 64, 32),
+    budgets: tuple[int, ...] = (512,),
     **_: Any,
 ) -> dict[str, Any]:
     """`streams` requests decode; after a third of their tokens a prompt of `prompt` comes in.

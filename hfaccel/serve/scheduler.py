@@ -64,7 +64,7 @@ class Limits:
     chunked: bool = True
     preemption: str = "recompute"
     swap_bytes: int = 4 << 30
-    stretch: float | None = 2.0
+    stretch: float | None = 1.8
 
     def __post_init__(self):
         for name, least in (("token_budget", 1), ("max_running", 1), ("swap_bytes", 0)):
@@ -88,6 +88,7 @@ class Step:
     Attributes: begun, preempted: requests that got pages for it, and that lost theirs. failed: those whose
         adapter cannot be read any more.
         pages: new pages promised to each; needed: their sum. decoding: who computes the last of its tokens.
+        crowd: requests without their first token.
     """
 
     chunks: dict[Request, int] = field(default_factory=dict)
@@ -97,6 +98,7 @@ class Step:
     preempted: list[Request] = field(default_factory=list)
     failed: list[tuple[Request, Exception]] = field(default_factory=list)
     decoding: set[Request] = field(default_factory=set)
+    crowd: int = 0
 
     @property
     def tokens(self) -> int:
@@ -179,7 +181,7 @@ class Scheduler:
 
     def schedule(self) -> Step:
         """The next step; afterwards there are free pages for all of it."""
-        step = Step()
+        step = Step(crowd=len(self.waiting) + sum(r.left > 1 for r in self.running))
         self._evictable = None
         self._run(step)
         if not step.preempted:
@@ -214,7 +216,8 @@ class Scheduler:
         """Tokens of prompts that the step still takes."""
         room = self.limits.token_budget - step.tokens
         if step.decodes:
-            room = min(room, self.pace.tokens(self.limits.token_budget) - (step.tokens - step.decodes))
+            paced = self.pace.tokens(self.limits.token_budget, step.decodes, step.crowd)
+            room = min(room, paced - (step.tokens - step.decodes))
         return room
 
     def _make_room(self, request: Request, count: int, step: Step) -> bool:

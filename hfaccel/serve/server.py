@@ -162,7 +162,7 @@ class Server:
         chunked: bool = True,
         preemption: str = "recompute",
         swap_bytes: int = 4 << 30,
-        stretch: float | None = 2.0,
+        stretch: float | None = 1.8,
     ):
         self.tokenizer = tokenizer
         self.engine = Engine(

@@ -343,14 +343,16 @@ def test_limits_are_checked():
 
 
 def test_prompts_beside_decodes_keep_the_pace():
-    loop = Loop(token_budget=64)
+    loop = Loop(token_budget=64, stretch=2.0)
     first = loop.add(4, new=40)
     assert counts(loop.step()) == {first.order: 4}
-    long, other = loop.add(100), loop.add(3)
-    assert counts(loop.step()) == {first.order: 1, long.order: 32}  # nothing measured yet
+    long = loop.add(100)
+    assert counts(loop.step()) == {first.order: 1, long.order: 16}  # nothing measured yet
     loop.scheduler.pace.took(0.010, 1, 0)
-    loop.scheduler.pace.took(0.015, 1, 10)  # 20 tokens are as long as a step of decodes
-    assert counts(loop.step()) == {first.order: 1, long.order: 20}
+    loop.scheduler.pace.took(0.020, 1, 10)  # 10 tokens are as long as a step of decodes
+    assert counts(loop.step()) == {first.order: 1, long.order: 10}
+    other = loop.add(3)  # two without a first token: by heads, half a step is theirs
+    assert counts(loop.step()) == {first.order: 1, long.order: 32}
     assert other.state is State.WAITING
     loop.drain()
     assert len(loop.finished) == 3
