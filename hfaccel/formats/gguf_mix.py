@@ -7,7 +7,8 @@ these tensors get more bits, as llama.cpp gives them:
     attn_v, attn_qkv, ffn_down of K_M                   Q6_K in the first and last eighth of the layers and in
                                                         every third between (falcon's ffn_down: Q5_K there)
     attn_k, attn_v with 8 experts                       Q8_0
-    attn_v, attn_output of Q4_K_M with 8 experts        Q8_0, Q5_K
+    attn_output of Q4_K_M with 8 experts                Q5_K
+    attn_v of Q4_K_M, 80 layers of shared key heads     Q5_K where it would be Q4_K (llama 70B, qwen2 72B)
     ffn_down of Q4_0 made with importance               Q4_1 in the first eighth
 
 A type whose block does not divide a row gives way: Q4_K to Q5_0, Q5_K to Q5_1, Q6_K to Q8_0, and what 32 does
@@ -54,6 +55,7 @@ def tensor_type(
     architecture: str,
     layers: int,
     experts: int = 0,
+    shared_heads: bool = False,
     tied: bool = False,
     weighted: bool = False,
 ) -> str:
@@ -62,6 +64,7 @@ def tensor_type(
     Args:
         name: as in the file, "blk.0.attn_q.weight".
         shape: [..., out, in], as torch has it.
+        shared_heads: there are fewer key heads than query heads.
         tied: there is no output tensor.
         weighted: importance is known.
     Returns: a name of `gguf_encode.BLOCKS`.
@@ -79,6 +82,8 @@ def tensor_type(
     else:
         layer, role = int(found[1]), found[2].removesuffix("_exps")
         kind = _in_layer(variant, main, role, layer, layers, architecture, experts, weighted)
+        if kind == "Q4_K" and role == "attn_v" and _is_70b(architecture, layers, shared_heads):
+            kind = "Q5_K"
     return fitting(kind, shape[-1])
 
 
@@ -120,6 +125,11 @@ def _in_layer(
     if role == "attn_output" and variant == "Q4_K_M" and eight and not falcon:
         return "Q5_K"
     return main
+
+
+def _is_70b(architecture: str, layers: int, shared_heads: bool) -> bool:
+    """Whether attn_v is so much smaller than the other matrices that llama.cpp gives it more bits."""
+    return layers == 80 and (architecture == "qwen2" or (architecture == "llama" and shared_heads))
 
 
 def _more(layer: int, layers: int) -> bool:

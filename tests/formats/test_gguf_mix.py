@@ -54,6 +54,20 @@ def test_falcon_and_eight_experts():
     assert kind("Q4_K_M", "blk.0.ffn_down_exps.weight", (8, 512, 512), experts=8) == "Q6_K"
 
 
+def test_eighty_layers_of_shared_key_heads():
+    """llama 70B and qwen2 72B, by llama.cpp's own count of layers."""
+    shared = {"layers": 80, "shared_heads": True}
+    for layer, wanted in ((0, "Q6_K"), (10, "Q5_K"), (12, "Q6_K"), (79, "Q6_K")):
+        assert kind("Q4_K_M", f"blk.{layer}.attn_v.weight", **shared) == wanted
+        assert kind("Q4_K_M", f"blk.{layer}.attn_v.weight", layers=80, architecture="qwen2") == wanted
+    others = ({"layers": 80}, {"layers": 79, "shared_heads": True}, shared | {"architecture": "gemma2"})
+    for other in others:
+        assert kind("Q4_K_M", "blk.10.attn_v.weight", **other) == "Q4_K"
+    assert kind("Q4_K_M", "blk.10.attn_k.weight", **shared) == "Q4_K"
+    assert kind("Q5_K_M", "blk.10.attn_v.weight", **shared) == "Q5_K"
+    assert kind("Q4_K_M", "blk.10.attn_v.weight", (512, 96), **shared) == "Q5_1"  # Q5_K's, not Q4_K's
+
+
 def test_rows_that_a_block_does_not_divide():
     wide, narrow = {"shape": (512, 576)}, {"shape": (512, 100)}
     assert kind("Q4_K_M", "blk.4.attn_q.weight", **wide) == "Q5_0"
