@@ -13,15 +13,22 @@ from typing import Any
 
 from hfaccel.errors import UnsupportedModel
 from hfaccel.formats.gguf_file import GGUFError, GGUFFile
-from hfaccel.formats.gguf_vocab import BYTE, CONTROL, PATTERNS, SPECIAL, UNKNOWN, USER_DEFINED
+from hfaccel.formats.gguf_vocab import (
+    BYTE,
+    BYTES,
+    CONTROL,
+    PATTERNS,
+    SPECIAL,
+    UNKNOWN,
+    USER_DEFINED,
+    WHOLE_WORDS,
+)
 
-# Names of files that mean a pattern known by another name.
+# Names of files that mean what another name does.
 _SAME = {
-    "default": "gpt-2",
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
-    "smaug-bpe": "llama-bpe",
-    "dbrx": "llama-bpe",
+    "smaug-bpe": "dbrx",
     "deepseek-r1-qwen": "qwen2",
     "megrez": "qwen2",
     "starcoder": "smollm",
@@ -35,11 +42,17 @@ _SAME = {
     "jina-de": "gpt-2",
     "jais": "gpt-2",
 }
-
-
-# Patterns of tokenizers that take a word which is a token whole, and begin texts with a start token unless a
-# file says otherwise.
-_WHOLE_WORDS = ("llama-bpe", "tekken")
+# What llama.cpp cuts by where a file names nothing; no tokenizer is written so.
+_DEFAULT = (
+    ("split", r"[\p{P}\$\+<=>\^~\|]+"),
+    ("split", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"),
+    ("split", r"\p{N}+"),
+    ("split", "[0-9][0-9][0-9]"),
+    BYTES,
+)
+_STEPS = {name: steps for steps, name in PATTERNS.items()} | {"default": _DEFAULT}
+_STEPS["dbrx"] = _STEPS["llama-bpe"]
+_LONGEST = 1 << 10  # characters of a token of SentencePiece's, whose cuts are all tried
 
 
 def tokenizer_of(path: str | Path) -> Any:
@@ -127,7 +140,7 @@ def _byte_level(
         if any(part not in vocabulary for part in (left, right, left + right)):
             raise GGUFError(f"tokenizer.ggml.merges: {text[:100]!r} is not made of tokens, or makes none")
         merges.append((left, right))
-    whole = _pattern_name(metadata) in _WHOLE_WORDS
+    whole = _pattern_name(metadata) in WHOLE_WORDS
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole))
     steps = _pattern(_pattern_name(metadata))
     made = [_step(step, pre_tokenizers) for step in steps]
@@ -137,14 +150,13 @@ def _byte_level(
 
 
 def _pattern_name(metadata: Mapping[str, Any]) -> str:
-    name = _get(metadata, "ggml.pre", str, default="default")
+    name = _get(metadata, "ggml.pre", str, default="default")  # as llama.cpp takes it
     return _SAME.get(name, name)
 
 
 def _pattern(name: str) -> tuple:
-    known = {value: key for key, value in PATTERNS.items()}
-    if (steps := known.get(name)) is None:
-        names = ", ".join(sorted({*known, *_SAME}))
+    if (steps := _STEPS.get(name)) is None:
+        names = ", ".join(sorted({*_STEPS, *_SAME}))
         raise UnsupportedModel(f"tokenizer.ggml.pre is {name!r}; known are {names}")
     return steps
 
@@ -175,6 +187,8 @@ def _sentence_piece(
         for text, place in vocabulary.items()
         if kinds[place] not in (CONTROL, UNKNOWN, BYTE) and len(text) > 1
     }
+    if (longest := max(pieces, key=len, default="")) and len(longest) > _LONGEST:
+        raise GGUFError(f"tokenizer.ggml.tokens has one of {len(longest)} characters, {_LONGEST} at most")
     found = [
         (-scores[place], place, cut, text)
         for text, place in pieces.items()
@@ -198,18 +212,20 @@ def _ends(backend: Any, metadata: Mapping[str, Any], special: dict[str, int], to
     """The start and end tokens that every text gets."""
     from tokenizers import processors
 
-    usual = metadata["tokenizer.ggml.model"] == "llama" or _pattern_name(metadata) in _WHOLE_WORDS
+    usual = metadata["tokenizer.ggml.model"] == "llama" or _pattern_name(metadata) in WHOLE_WORDS
     start = _get(metadata, "ggml.add_bos_token", bool, default=usual)
     end = _get(metadata, "ggml.add_eos_token", bool, default=False)
     first = ["bos"] if start and "bos" in special else []
     last = ["eos"] if end and "eos" in special else []
     if not first and not last:
         return
-    names = {name: tokens[special[name]] for name in (*first, *last)}
-    around = [[f"{names[name]}:{{i}}" for name in side] for side in (first, last)]
 
     def one(text: str, i: int) -> list[str]:
-        return [s.format(i=i) for s in around[0]] + [f"{text}:{i}"] + [s.format(i=i) for s in around[1]]
+        return [f"{piece}:{i}" for piece in (*first, text, *last)]
+
+    named = [
+        {"id": name, "ids": [special[name]], "tokens": [tokens[special[name]]]} for name in (*first, *last)
+    ]
 
     backend.post_processor = processors.Sequence(
         [
@@ -217,7 +233,7 @@ def _ends(backend: Any, metadata: Mapping[str, Any], special: dict[str, int], to
             processors.TemplateProcessing(
                 single=one("$A", 0),
                 pair=one("$A", 0) + one("$B", 1),
-                special_tokens=[(text, special[name]) for name, text in names.items()],
+                special_tokens=named,  # by names of ours: a token's text may be anything
             ),
         ]
     )

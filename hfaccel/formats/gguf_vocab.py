@@ -28,24 +28,27 @@ SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pa
 _CASES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_BYTES = ("bytes", False)  # byte level behind a pattern of its own
+BYTES = ("bytes", False)  # byte level behind a pattern of its own
 _GPT2 = ("bytes", True)  # with GPT-2's pattern
 # What pre-tokenizers do, in order -> the name in files.
 PATTERNS: dict[tuple, str] = {
     (_GPT2,): "gpt-2",
     (("digits", True), _GPT2): "smollm",
-    (("split", _CASES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _END), _BYTES): "llama-bpe",
-    (("split", _CASES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _END), _BYTES): "qwen2",
+    (("split", _CASES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _END), BYTES): "llama-bpe",
+    (("split", _CASES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _END), BYTES): "qwen2",
     (
         (
             "split",
             rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
             + _END.replace(r"[\r\n]*", r"[\r\n/]*", 1),
         ),
-        _BYTES,
+        BYTES,
     ): "tekken",
     (("punctuation", "Contiguous"), _GPT2, ("digits", False), ("split", "[0-9][0-9][0-9]")): "falcon",
 }
+# Names whose tokenizers take a word which is a token whole (`ignore_merges`), and begin texts with a start
+# token unless a file says otherwise; "dbrx" cuts as "llama-bpe" and does neither.
+WHOLE_WORDS = ("llama-bpe", "tekken")
 
 
 def metadata_of(tokenizer: Any, rows: int) -> dict[str, Any]:
@@ -70,6 +73,7 @@ def metadata_of(tokenizer: Any, rows: int) -> dict[str, Any]:
         kinds[token["id"]] = CONTROL if token["special"] else USER_DEFINED
     ranks = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     fallback = bool(model.get("byte_fallback"))
+    _check_normalizer(described, fallback)
     out: dict[str, Any] = {"tokenizer.ggml.model": "llama" if fallback else "gpt2"}
     if fallback:
         out["tokenizer.ggml.pre"] = "default"
@@ -97,6 +101,24 @@ def _described(tokenizer: Any) -> dict[str, Any]:
     return json.loads(backend.to_str())
 
 
+def _parts(described: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The normalizers or pre-tokenizers, in order."""
+    part = described.get(name) or {}
+    return part.get("normalizers", part.get("pretokenizers", [part] if part else []))
+
+
+def _check_normalizer(described: dict[str, Any], fallback: bool) -> None:
+    """Readers change a text in no way before they cut it, but for spaces of SentencePiece's. NFC is left out,
+    as converters do: text is composed as a rule. Raises: UnsupportedModel for other normalizers."""
+    for part in _parts(described, "normalizer"):
+        kind = part.get("type")
+        spaces = (kind, part.get("prepend")) == ("Prepend", "▁") or (
+            (kind, part.get("pattern"), part.get("content")) == ("Replace", {"String": " "}, "▁")
+        )
+        if not (spaces if fallback else kind == "NFC"):
+            raise UnsupportedModel(f"the tokenizer changes texts by {kind}: no place in a GGUF")
+
+
 def _unused(place: int, taken: set[str]) -> str:
     text = f"[PAD{place}]"
     while text in taken:
@@ -105,7 +127,8 @@ def _unused(place: int, taken: set[str]) -> str:
 
 
 def _scores(tokens: list[str | None], kinds: list[int], model: dict, ranks: list[str]) -> list[float]:
-    """Of each token minus the rank of the first merge that makes it; marks bytes and the unknown one."""
+    """Of each token, made or added, minus the rank of the first merge that makes it; marks bytes and the
+    unknown one."""
     rank: dict[str, int] = {}
     for place, pair in enumerate(ranks):
         rank.setdefault(pair.replace(" ", ""), place)
@@ -116,8 +139,9 @@ def _scores(tokens: list[str | None], kinds: list[int], model: dict, ranks: list
             kinds[place] = UNKNOWN
         elif text is not None and kinds[place] == NORMAL and _is_byte(text):
             kinds[place] = BYTE
-        plain = kinds[place] == NORMAL
-        out.append(-float(rank.get(text, len(ranks) + place)) if plain else 0.0)
+        made = kinds[place] in (NORMAL, USER_DEFINED)
+        last = len(ranks) + place if kinds[place] == NORMAL else 0
+        out.append(-float(rank.get(text, last)) if made else 0.0)
     return out
 
 
@@ -126,14 +150,17 @@ def _is_byte(text: str) -> bool:
 
 
 def _pattern(described: dict[str, Any]) -> str:
-    steps = described.get("pre_tokenizer") or {}
-    each = steps.get("pretokenizers", [steps]) if steps else []
-    found = tuple(_step(step) for step in each)
+    found = tuple(_step(step) for step in _parts(described, "pre_tokenizer"))
     if (name := PATTERNS.get(found)) is None:
         raise UnsupportedModel(
             f"the tokenizer cuts text by {found}, for which no name in GGUF files is known; known are "
             f"{', '.join(sorted(PATTERNS.values()))}"
         )
+    whole = bool(described["model"].get("ignore_merges"))
+    if name == "llama-bpe" and not whole:
+        return "dbrx"
+    if whole != (name in WHOLE_WORDS):
+        raise UnsupportedModel(f"ignore_merges={whole}: files that name {name!r} are read the other way")
     return name
 
 
@@ -153,10 +180,7 @@ def _step(step: dict[str, Any]) -> tuple:
 
 def _prefixes_space(described: dict[str, Any]) -> bool:
     """Whether a text that begins a sequence is given a space."""
-    parts = []
-    for name in ("normalizer", "pre_tokenizer"):
-        part = described.get(name) or {}
-        parts += part.get("normalizers", part.get("pretokenizers", [part]))
+    parts = _parts(described, "normalizer") + _parts(described, "pre_tokenizer")
     return any(
         (part.get("type") == "Prepend" and part.get("prepend") == "▁")
         or (part.get("type") == "Metaspace" and part.get("prepend_scheme") != "never")

@@ -87,6 +87,41 @@ def test_llama_3_takes_words_whole_and_starts_texts_unless_the_file_says_otherwi
     assert len(plain) == 4 and word not in plain
 
 
+def test_smaug_and_dbrx_cut_like_llama_3_and_do_nothing_else_like_it():
+    """Of llama.cpp's names for one pattern, only llama 3's take words whole and start texts."""
+    metadata = metadata_of(tokenizer := byte_level(), len(tokenizer)) | {"tokenizer.ggml.merges": []}
+    del metadata["tokenizer.ggml.add_bos_token"]
+    llama = read_tokenizer(metadata | {"tokenizer.ggml.pre": "llama3"})
+    for name in ("smaug-bpe", "dbrx"):
+        other = read_tokenizer(metadata | {"tokenizer.ggml.pre": name})
+        for text in TEXTS:
+            cut = [each.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text) for each in (llama, other)]
+            assert cut[0] == cut[1]
+        assert len(other(" the").input_ids) == 4 and len(llama(" the").input_ids) == 2
+
+
+@pytest.mark.parametrize("change", [{"tokenizer.ggml.pre": "default"}, {"tokenizer.ggml.pre": None}])
+def test_a_file_that_names_no_pattern_is_cut_as_llama_cpp_cuts_it(change):
+    metadata = metadata_of(tokenizer := byte_level(), len(tokenizer)) | change
+    metadata = {key: value for key, value in metadata.items() if value is not None}
+    cut = read_tokenizer(metadata).backend_tokenizer.pre_tokenizer.pre_tokenize_str
+    pieces = [piece for piece, _ in cut("it's (a) $5, 12345 x\n\n y  z")]
+    wanted = ["it", "'", "s", "Ġ", "(", "a", ")", "Ġ", "$", "5", ",", "Ġ", "123", "45", "Ġx", "ĊĊ", "Ġy"]
+    assert pieces == [*wanted, "Ġ", "Ġz"]
+
+
+@pytest.mark.parametrize("text", ["{bos}", "{", "a:b", "$A", "$0:1", "%s", ":"])
+def test_start_tokens_of_any_text(text):
+    metadata = metadata_of(tokenizer := byte_level(bos=True), len(tokenizer))
+    metadata["tokenizer.ggml.tokens"][1] = text
+    metadata["tokenizer.ggml.token_type"][1] = 3
+    if text in metadata["tokenizer.ggml.tokens"][2:]:  # a single byte
+        metadata["tokenizer.ggml.tokens"][metadata["tokenizer.ggml.tokens"].index(text, 2)] = "[moved]"
+    found = read_tokenizer(metadata | {"tokenizer.ggml.add_eos_token": True})
+    assert found("").input_ids == [1, 2]
+    assert found.backend_tokenizer.encode("", "").ids == [1, 2, 1, 2]
+
+
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentencepieces_own_tokens(prefix, tmp_path):
     """A BPE model trained here by sentencepiece, described as converters describe one."""
@@ -152,6 +187,15 @@ BAD = {
 def test_what_is_wrong_is_named(change, error, words):
     with pytest.raises(error, match=words):
         read(byte_level(), **change)
+
+
+def test_a_piece_of_absurd_length_is_refused_before_it_is_cut():
+    metadata = metadata_of(tokenizer := sentence_piece(), len(tokenizer))
+    metadata["tokenizer.ggml.tokens"][-1] = "a" * 1024
+    assert read_tokenizer(metadata)("the").input_ids
+    metadata["tokenizer.ggml.tokens"][-1] = "a" * 10_000_000
+    with pytest.raises(GGUFError, match="tokens has one of 10000000 characters, 1024 at most"):
+        read_tokenizer(metadata)
 
 
 def test_tokens_twice_are_named():

@@ -1,9 +1,18 @@
 import pytest
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hfaccel.errors import UnsupportedModel
-from hfaccel.formats.gguf_vocab import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, metadata_of
+from hfaccel.formats.gguf_vocab import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    PATTERNS,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    metadata_of,
+)
 from vocabularies import TEMPLATE, byte_level, sentence_piece
 
 
@@ -59,6 +68,61 @@ def test_more_than_one_template():
 )
 def test_patterns_by_what_they_do(pattern, name):
     assert metadata_of(byte_level(pattern), 300)["tokenizer.ggml.pre"] == name
+
+
+def llama_3(whole):
+    """A tokenizer that cuts as llama 3's does."""
+    cut, _ = next(steps for steps, name in PATTERNS.items() if name == "llama-bpe")
+    step = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = byte_level()
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(cut[1]), "isolated"), step])
+    backend.model.ignore_merges = whole
+    return tokenizer
+
+
+def test_words_taken_whole_have_a_name_of_their_own():
+    assert metadata_of(llama_3(True), 300)["tokenizer.ggml.pre"] == "llama-bpe"
+    assert metadata_of(llama_3(False), 300)["tokenizer.ggml.pre"] == "dbrx"
+    tokenizer = byte_level()
+    tokenizer.backend_tokenizer.model.ignore_merges = True
+    with pytest.raises(UnsupportedModel, match="ignore_merges=True: files that name 'gpt-2'"):
+        metadata_of(tokenizer, 300)
+
+
+def test_an_added_token_has_the_rank_of_its_merge():
+    """As gemma's runs of spaces: added, and made by merges besides, which llama.cpp does by scores."""
+    tokenizer = sentence_piece()
+    tokenizer.add_tokens([AddedToken("▁the", normalized=False), AddedToken("<other>", normalized=False)])
+    out = metadata_of(tokenizer, len(tokenizer))
+    kind = dict(zip(out["tokenizer.ggml.tokens"], out["tokenizer.ggml.token_type"], strict=True))
+    score = dict(zip(out["tokenizer.ggml.tokens"], out["tokenizer.ggml.scores"], strict=True))
+    assert kind["▁the"] == kind["<other>"] == USER_DEFINED
+    assert score["▁th"] > score["▁the"] > score["▁thi"] and score["<other>"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "make, normalizer, kind",
+    [
+        (byte_level, normalizers.Lowercase(), "Lowercase"),
+        (byte_level, normalizers.Sequence([normalizers.NFC(), normalizers.NFKC()]), "NFKC"),
+        (byte_level, normalizers.Replace(" ", "▁"), "Replace"),
+        (sentence_piece, normalizers.Replace("a", "b"), "Replace"),
+        (sentence_piece, normalizers.Prepend("x"), "Prepend"),
+        (sentence_piece, normalizers.NFKC(), "NFKC"),
+    ],
+)
+def test_texts_that_are_changed_first(make, normalizer, kind):
+    tokenizer = make()
+    tokenizer.backend_tokenizer.normalizer = normalizer
+    with pytest.raises(UnsupportedModel, match=f"the tokenizer changes texts by {kind}: no place"):
+        metadata_of(tokenizer, 400)
+
+
+def test_texts_that_are_composed_first_are_written():
+    tokenizer = byte_level()
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()  # qwen2's
+    assert metadata_of(tokenizer, 300) == metadata_of(byte_level(), 300)
 
 
 def test_refusals():
