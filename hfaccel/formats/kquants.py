@@ -56,6 +56,8 @@ def quantize(weight: Tensor, kind: str, importance: Tensor | None = None) -> Ten
         if importance.shape != (k,):
             raise PatchError(f"importance of shape {list(importance.shape)} for rows of {k}")
         h = importance.float()
+        if not (h.isfinite() & (h >= 0)).all():
+            raise PatchError("importance has NaN, infinite or negative values")
         # What no input ever reaches still has to round to something near itself, should one come.
         h = (h + 1e-4 * h.mean() + _TINY).view(-1, size)
         h = h / h.mean()

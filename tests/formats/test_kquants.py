@@ -125,5 +125,8 @@ def test_refusals(kind):
         kquants.quantize(w[:, :100], kind)
     with pytest.raises(PatchError, match=r"importance of shape \[3\]"):
         kquants.quantize(w, kind, torch.ones(3))
+    for odd in (torch.nan, torch.inf, -1.0):
+        with pytest.raises(PatchError, match="importance has NaN, infinite or negative values"):
+            kquants.quantize(w, kind, torch.ones(256).index_fill(0, torch.tensor([7]), odd))
     with pytest.raises(PatchError, match="IQ2_XXS.*known are F32"):
         kquants.quantize(w, "IQ2_XXS")
