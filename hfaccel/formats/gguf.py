@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from hfaccel.checkpoint import Packed, SavedConfig
 from hfaccel.errors import PatchError, UnsupportedModel
-from hfaccel.formats.gguf_blocks import decode_rows
-from hfaccel.formats.gguf_config import ROPE_TENSORS, config_of
-from hfaccel.formats.gguf_file import GGUFError, GGUFFile
+from hfaccel.formats.gguf_config import config_of
+from hfaccel.formats.gguf_file import GGUFError, GGUFFile, TensorInfo
 from hfaccel.formats.gguf_names import Architecture, architecture_of_file, pairs
 from hfaccel.formats.gguf_pack import GRIDS, layout_of
+from hfaccel.formats.gguf_rope import ROPE_TENSORS
 from hfaccel.formats.gguf_source import Lazy, Source, is_matrix
 from hfaccel.mapped import drop_pages
 from hfaccel.recipe import PatchConfig
@@ -49,7 +49,7 @@ class GGUFModel:
         self.path = Path(path)
         self.file = GGUFFile(path)
         with self._named():
-            if self.file.metadata.get("split.count", 1) != 1:
+            if self.file.metadata.get("split.count", 1) not in (0, 1):  # 0: joined again
                 raise GGUFError(
                     "split.count: one of several files; llama.cpp's gguf-split --merge joins them"
                 )
@@ -77,20 +77,12 @@ class GGUFModel:
         from transformers import AutoConfig
 
         tensors, metadata = self.file.tensors, self.file.metadata
-        rope = {
-            name: decode_rows(self.file.rows(name), "F32", 4, torch.float32).flatten().tolist()
-            for name in ROPE_TENSORS
-            if name in tensors and tensors[name].type.name == "F32"
-        }
+        rope = {name: self._factors(tensors[name]) for name in ROPE_TENSORS if name in tensors}
         fields = config_of(self.row, metadata, tensors, rope)
         table = tensors.get("token_embd.weight")
         if table is None or len(table.shape) != 2:
             raise GGUFError("tensor token_embd.weight is missing or no matrix")
         fields["vocab_size"] = table.shape[0]
-        layers = fields[self.row.fields["block_count"]]
-        if f"blk.{layers - 1}.attn_norm.weight" not in tensors:
-            last = f"blk.{layers - 1}.attn_norm.weight"
-            raise GGUFError(f"{self.row.gguf}.block_count is {layers}, tensor {last} is missing")
         if self._same_head():
             fields["tie_word_embeddings"] = True
         fields |= {f"{ours}_token_id": self._token_id(theirs) for ours, theirs in _IDS.items()}
@@ -110,6 +102,12 @@ class GGUFModel:
             raise GGUFError(f"{self.row.model_type} cannot be made of its metadata: {reason}") from error
         config.architectures = [self.row.model_class]
         return config
+
+    def _factors(self, info: TensorInfo) -> list[float]:
+        """Rotary factors, of half a head."""
+        if info.type.name != "F32" or len(info.shape) != 1 or info.shape[0] > 1 << 16:
+            raise GGUFError(f"tensor {info.name} is {info.type.name} {list(info.shape)}: no rotary factors")
+        return self.file.rows(info.name).view(torch.float32)[0].tolist()
 
     def _same_head(self) -> bool:
         """Whether the head is stored, and is the embedding again."""
@@ -139,11 +137,15 @@ class GGUFModel:
         out: dict[str, Source] = {}
         for pair in pairs(self.row, self.config):
             info = left.pop(pair.gguf, None)
+            if pair.stacked and info is None:
+                raise GGUFError(f"tensor {pair.gguf} is missing")
             if info is None:
                 continue
-            if pair.half == 1 and pair.name in out:
+            if pair.stacked and len(info.shape) != 3:
+                raise GGUFError(f"tensor {pair.gguf} is {list(info.shape)}: experts have three dimensions")
+            if pair.half == 1:
                 first = out[pair.name].infos[0]
-                if len(info.shape) != 3 or (first.shape[0], first.shape[2]) != (info.shape[0], info.shape[2]):
+                if (first.shape[0], first.shape[2]) != (info.shape[0], info.shape[2]):
                     raise GGUFError(
                         f"tensor {pair.gguf} is {list(info.shape)}, {first.name} {list(first.shape)}"
                     )
@@ -153,9 +155,6 @@ class GGUFModel:
         if left:
             more = f" and {len(left) - 1} others" if len(left) > 1 else ""
             raise GGUFError(f"tensor {next(iter(left))}{more}: not one that a {self.row.gguf} has")
-        for source in out.values():
-            if source.pair.half is not None and len(source.infos) != 2:
-                raise GGUFError(f"tensor {source.infos[0].name} is there without its other half")
         return out
 
     @cached_property

@@ -43,6 +43,7 @@ class Architecture:
         fixed: config fields that the architecture implies; a model with others has no such file.
         period: every this many layers one has no sliding window, 0 without any pattern.
         wide_layers: layer count of the one size whose queries are scaled by hidden size / heads (gemma).
+        tied: llama.cpp takes no head but the embedding.
     """
 
     gguf: str
@@ -59,18 +60,19 @@ class Architecture:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     period: int = 0
     wide_layers: int = 0
+    tied: bool = False
 
 
-_FIELDS = {
+_SIZES = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size",
     "embedding_length": "hidden_size",
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "vocab_size": "vocab_size",
 }
+_FIELDS = _SIZES | {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _ATTENTION = {
     "attn_q": "self_attn.q_proj",
@@ -102,6 +104,11 @@ _QWEN2 = replace(
     order={},
     fixed=_SILU | {"sliding_window": None},
 )
+_GEMMA_FIELDS = _FIELDS | {
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
 _GEMMA2 = Architecture(
     gguf="gemma2",
     model_type="gemma2",
@@ -115,17 +122,12 @@ _GEMMA2 = Architecture(
         "ffn_norm": "pre_feedforward_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     },
-    fields=_FIELDS
-    | {
-        "attention.key_length": "head_dim",
-        "attention.sliding_window": "sliding_window",
-        "attn_logit_softcapping": "attn_logit_softcapping",
-        "final_logit_softcapping": "final_logit_softcapping",
-    },
+    fields=_GEMMA_FIELDS | {"attn_logit_softcapping": "attn_logit_softcapping"},
     offset=1.0,
-    fixed={"hidden_activation": "gelu_pytorch_tanh"},
+    fixed={"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
     period=2,
     wide_layers=46,
+    tied=True,
 )
 
 ARCHITECTURES: dict[str, Architecture] = {  # by model_type
@@ -156,6 +158,7 @@ ARCHITECTURES: dict[str, Architecture] = {  # by model_type
         model_class="Qwen3ForCausalLM",
         block=_QWEN2.block | _QK_NORM,
         fields=_FIELDS | {"attention.key_length": "head_dim"},
+        fixed=_QWEN2.fixed | {"attention_bias": False},
     ),
     "gemma2": _GEMMA2,
     "gemma3_text": replace(
@@ -164,11 +167,11 @@ ARCHITECTURES: dict[str, Architecture] = {  # by model_type
         model_type="gemma3_text",
         model_class="Gemma3ForCausalLM",
         block=_GEMMA2.block | _QK_NORM,
-        fields={
-            key: value for key, value in _GEMMA2.fields.items() if key != "attn_logit_softcapping"
-        },  # transformers has the field, and does not read it
+        fields=_GEMMA_FIELDS,  # transformers has a field of attn_logit_softcapping, and does not read it
+        fixed=_GEMMA2.fixed | {"use_bidirectional_attention": False},
         period=6,
         wide_layers=62,
+        tied=False,
     ),
     "phi3": replace(
         _LLAMA,
@@ -257,13 +260,8 @@ ARCHITECTURES: dict[str, Architecture] = {  # by model_type
         model_class="Starcoder2ForCausalLM",
         outside=_OUTSIDE,
         block=_ATTENTION | _PRE | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
-        fields={
-            ("attention.layer_norm_epsilon" if value == "rms_norm_eps" else key): (
-                "norm_epsilon" if value == "rms_norm_eps" else value
-            )
-            for key, value in _FIELDS.items()
-        },
-        fixed={"hidden_act": "gelu_pytorch_tanh", "sliding_window": None},
+        fields=_SIZES | {"attention.layer_norm_epsilon": "norm_epsilon"},
+        fixed={"hidden_act": "gelu_pytorch_tanh", "sliding_window": None, "use_bias": True},
     ),
 }
 _TWO_NORMS = {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"}  # falcon's

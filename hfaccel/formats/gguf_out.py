@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from hfaccel.errors import PatchError, UnknownName, UnsupportedModel
 from hfaccel.formats import gguf_config, gguf_encode, gguf_mix, gguf_names, gguf_vocab, kquants
 from hfaccel.formats.folder import empty_twin, tensor_makers
+from hfaccel.formats.gguf_rope import rope_tensors
 from hfaccel.formats.gguf_unpack import type_of, unpack_blocks
 from hfaccel.formats.importance import input_squares
 from hfaccel.progress import progress_bar
@@ -66,6 +67,8 @@ def write(
     metadata = gguf_config.metadata_of(row, model.config)
     entries = _entries(model, row)
     heads = {entry.pair.gguf for entry in entries}
+    if row.tied and "output.weight" in heads:
+        raise UnsupportedModel(f"the head is no copy of the embedding: a GGUF {row.gguf} has no other")
     rows = next(entry.shape[0] for entry in entries if entry.pair.gguf == "token_embd.weight")
     metadata |= _general(model, variant, sum(math.prod(entry.shape) for entry in entries))
     if tokenizer is None:
@@ -78,6 +81,7 @@ def write(
         weights = input_squares(model, calibration, tokenizer, f"gguf:{variant}", progress=progress)
     if "output.weight" not in heads and "lm_head.weight" in weights:
         weights[_name_of(entries, "token_embd.weight")] = weights["lm_head.weight"]
+    queries = metadata[f"{row.gguf}.attention.head_count"]
     for entry in entries:
         entry.kind = gguf_mix.tensor_type(
             variant,
@@ -86,12 +90,13 @@ def write(
             architecture=row.gguf,
             layers=model.config.num_hidden_layers,
             experts=metadata.get(f"{row.gguf}.expert_count", 0),
+            shared_heads=metadata.get(f"{row.gguf}.attention.head_count_kv", queries) < queries,
             tied="output.weight" not in heads,
             weighted=bool(weights),
         )
         _keep_packed(entry, variant)
     _say_requantized(entries)
-    rope = gguf_config.rope_tensors(row, model.config)
+    rope = rope_tensors(row, model.config)
     with _replacing(target) as partial:
         _write(partial, metadata, rope, entries, model.config, weights, progress)
     kinds = Counter(entry.kind for entry in entries) + Counter("F32" for _ in rope)
@@ -222,7 +227,8 @@ def _general(model: nn.Module, variant: str, parameters: int) -> dict[str, Any]:
         out["general.name"] = name
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if parameters >= size:
-            out["general.size_label"] = f"{float(f'{parameters / size:.2g}'):g}{letter}"
+            digits = max(2 - len(f"{parameters / size:.0f}"), 0)  # two at least, as in 7.2B and 135M
+            out["general.size_label"] = f"{parameters / size:.{digits}f}{letter}"
             break
     main, number = gguf_mix.VARIANTS[variant]
     out["general.file_type"] = number

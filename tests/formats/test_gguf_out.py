@@ -272,6 +272,25 @@ def test_adapters_are_merged(tmp_path):
     torch.testing.assert_close(values(tensors["blk.1.ffn_up.weight"]), merged, rtol=1e-5, atol=1e-6)
 
 
+def test_a_gemma2_has_no_head_but_its_embedding(tmp_path):
+    model = tiny("gemma2", query_pre_attn_scalar=32)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 2)
+    with pytest.raises(UnsupportedModel, match="no copy of the embedding: a GGUF gemma2 has no other"):
+        gguf_out.write(model, None, "F32", tmp_path / "m.gguf")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "count, label",
+    [(134_515_008, "135M"), (7_241_732_096, "7.2B"), (46_702_792_704, "47B"), (1234, "1.2K"), (7, None)],
+)
+def test_labels_of_sizes_have_two_digits_or_more(count, label):
+    """As the `gguf` package rounds."""
+    assert gguf_out._general(tiny("llama"), "F32", count).get("general.size_label") == label
+    if label:
+        assert gguf.model_weight_count_rounded_notation(count) == label
+
+
 def test_refusals_leave_nothing_behind(tmp_path):
     model = tiny("llama")
     with pytest.raises(UnknownName, match="'Q3_K': known are F32"):

@@ -11,15 +11,16 @@ from hfaccel.formats.gguf_file import GGUFError, GGUFFile
 from tiny import tiny
 
 
-def rewritten(path, metadata=None, drop=(), rename=None):
-    """The llama in `path` with other metadata, without tensors or with other names of some."""
+def rewritten(path, metadata=None, drop=(), rename=None, shapes=None):
+    """The model in `path` with other metadata, without tensors or with other names or shapes of some."""
     file = GGUFFile(path)
     out = File(alignment=32)
     out.metadata = [(k, v) for k, v in (file.metadata | (metadata or {})).items() if v is not None]
     for name, info in file.tensors.items():
         if name not in drop:
             data = file.rows(name).numpy().tobytes()
-            out.tensors.append(Tensor((rename or {}).get(name, name), info.shape, info.type.number, data))
+            shape = (shapes or {}).get(name, info.shape)
+            out.tensors.append(Tensor((rename or {}).get(name, name), shape, info.type.number, data))
     target = path.with_name("changed.gguf")
     target.write_bytes(out.bytes())
     return target
@@ -57,7 +58,7 @@ BAD = {
         "key_length|rope.dimension_count|tensor",
     ),
     "heads that do not divide": (
-        {"llama.attention.head_count": 3},
+        {"llama.attention.head_count": 3, "llama.attention.head_count_kv": 3},
         GGUFError,
         "llama cannot be made of its metadata: .*not a multiple of the number of attention heads",
     ),
@@ -110,6 +111,22 @@ def test_a_tensor_that_the_model_has_not_is_named(sound):
 def test_arguments_that_do_not_fit(sound, kwargs, words):
     with pytest.raises(PatchError, match=words):
         hfaccel.from_pretrained(sound, **kwargs)
+
+
+def test_a_file_that_was_joined_from_several_is_read(sound):
+    model = hfaccel.from_pretrained(rewritten(sound, {"split.count": 0, "split.no": 0}))
+    assert type(model) is LlamaForCausalLM
+
+
+@pytest.mark.parametrize("name", ["ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"])
+@pytest.mark.parametrize("variant", ["F32", "Q8_0"])
+def test_experts_that_are_not_there_or_no_experts(name, variant, tmp_path):
+    model = tiny("mixtral", hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=64)
+    path, tensor = written(model, tmp_path / "m.gguf", variant), f"blk.0.{name}.weight"
+    with pytest.raises(GGUFError, match=f"changed.gguf: tensor {tensor} is missing"):
+        hfaccel.from_pretrained(rewritten(path, drop=(tensor,)))
+    with pytest.raises(GGUFError, match=rf"tensor {tensor} is \[128, 32\]: experts have three dimensions"):
+        hfaccel.from_pretrained(rewritten(path, shapes={tensor: (128, 32)}))
 
 
 def test_a_gpt2_with_an_absurd_context_allocates_nothing(tmp_path):
