@@ -58,6 +58,8 @@ def rope_of(row: Architecture, get: Any, rope: Mapping[str, list[float]], head: 
                 raise GGUFError(f"tensor {missing[0]} is missing, {found[0]} is there")
             if length is None:
                 raise GGUFError(f"{row.gguf}.rope.scaling.original_context_length is missing")
+            if kind not in ("none", "longrope"):
+                raise UnsupportedModel(f"{row.gguf}.rope.scaling.type is {kind!r} beside {found[0]}")
             out["original_max_position_embeddings"] = length
             return theta | {
                 "rope_type": "longrope",

@@ -139,9 +139,8 @@ def _scores(tokens: list[str | None], kinds: list[int], model: dict, ranks: list
             kinds[place] = UNKNOWN
         elif text is not None and kinds[place] == NORMAL and _is_byte(text):
             kinds[place] = BYTE
-        made = kinds[place] in (NORMAL, USER_DEFINED)
-        last = len(ranks) + place if kinds[place] == NORMAL else 0
-        out.append(-float(rank.get(text, last)) if made else 0.0)
+        made = kinds[place] in (NORMAL, USER_DEFINED)  # readers merge what makes a token, added or not
+        out.append(-float(rank.get(text, len(ranks) + place)) if made else 0.0)
     return out
 
 

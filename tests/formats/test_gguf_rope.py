@@ -124,6 +124,8 @@ def test_long_rope_without_a_factor_of_attention_has_1():
         name = list(tensors)[half]
         with pytest.raises(GGUFError, match=f"tensor rope_factors_(long|short).weight is missing, {name}"):
             read("phi3", given, rope={name: tensors[name]})
+    with pytest.raises(UnsupportedModel, match="scaling.type is 'yarn' beside rope_factors_long.weight"):
+        read("phi3", given, rope=tensors, **{"rope.scaling.type": "yarn"})
     for turned in (18, 2**31 - 2, 7):
         with pytest.raises(GGUFError, match=f"phi3.rope.dimension_count is {turned}, heads have 16"):
             read("phi3", given, **{"rope.dimension_count": turned})
