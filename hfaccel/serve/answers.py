@@ -26,8 +26,9 @@ class Post:
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop, self._parts, self._called = loop, deque(), False
 
-    def put(self, take: Callable[[Part], None], part: Part) -> None:
-        self._parts.append((take, part))
+    def put(self, take: Callable[[Part, float], None], part: Part) -> None:
+        """Have the loop call `take(part, time)`, with the time of now."""
+        self._parts.append((take, part, time.perf_counter()))
         if not self._called:
             self._called = True
             try:
@@ -38,8 +39,8 @@ class Post:
     def _deliver(self) -> None:
         self._called = False  # first: what is put meanwhile calls again, or is seen below
         while self._parts:
-            take, part = self._parts.popleft()
-            take(part)
+            take, part, at_s = self._parts.popleft()
+            take(part, at_s)
 
 
 @dataclass(eq=False)
@@ -54,26 +55,35 @@ class Choice:
     constraint: Callable[[], Constraint] | None = None
     opened: Any = None
     answer: Answer | None = None
-    first_s: float | None = None  # when its first token came
-    last_s: float | None = None
     began_s: float = 0.0
+    first_s: float | None = None  # when its first token came
+    last_s: float | None = None  # its newest token, or its end without one
 
 
 class Answers:
     """Choices on their way.
 
     Args:
-        ended: called once with this when all is over, whatever the outcome.
+        heard: called with a choice whose token came, or whose answer without one, and the seconds since the
+            token before, None for the first. ended: called once with this when all is over, whatever the
+            outcome.
         prompt_field: where the prompts came from, for errors.
     Attributes:
         error: what ended them before their time.
     """
 
     def __init__(
-        self, server: Server, post: Post, choices: list[Choice], ended=None, prompt_field: str = "prompt"
+        self,
+        server: Server,
+        post: Post,
+        choices: list[Choice],
+        *,
+        heard: Callable[[Choice, float | None], None],
+        ended: Callable[[Answers], None],
+        prompt_field: str = "prompt",
     ):
-        self.server, self.post, self.choices, self.ended = server, post, choices, ended
-        self.prompt_field = prompt_field
+        self.server, self.post, self.choices = server, post, choices
+        self.heard, self.ended, self.prompt_field = heard, ended, prompt_field
         self.error: ApiError | None = None
         self.began_s = time.perf_counter()
         self._parts: list[tuple[Choice, Part]] = []
@@ -86,10 +96,10 @@ class Answers:
             for choice in self.choices:
                 if choice.follows is None:
                     self._open(choice)
-        except Refused as error:
-            self.error = of_refusal(error, prompt=self.prompt_field)
+        except ApiError as error:
+            self.error = error
             self.close()
-            raise self.error from error
+            raise
 
     def fail(self, error: ApiError) -> None:
         """End them all; whoever takes parts is told why."""
@@ -130,29 +140,36 @@ class Answers:
         if not self._closed:
             self._closed = True
             self._cancel()
-            if self.ended is not None:
-                self.ended(self)
+            self.ended(self)
 
     def _open(self, choice: Choice) -> None:
+        """Raises: ApiError."""
         choice.began_s = time.perf_counter()
 
         def sink(part: Part) -> None:
             self.post.put(take, part)
 
-        def take(part: Part) -> None:
-            self._take(choice, part)
+        def take(part: Part, at_s: float) -> None:
+            self._take(choice, part, at_s)
 
-        more = {} if choice.constraint is None else {"constraint": choice.constraint()}
-        choice.opened = self.server.open(choice.prompt, sink, **choice.options, **more)
+        try:
+            more = {} if choice.constraint is None else {"constraint": choice.constraint()}
+            choice.opened = self.server.open(choice.prompt, sink, **choice.options, **more)
+        except Refused as error:
+            raise of_refusal(error, prompt=self.prompt_field) from error
+        except Exception as error:  # no thread for its adapter, ...
+            raise of_failure(error) from error
 
-    def _take(self, choice: Choice, part: Part) -> None:
-        now = time.perf_counter()
+    def _take(self, choice: Choice, part: Part, at_s: float) -> None:
         if part.token is not None:
-            choice.first_s = choice.first_s or now
-            choice.last_s = now
+            gap_s = None if choice.last_s is None else at_s - choice.last_s
+            choice.first_s, choice.last_s = choice.first_s or at_s, at_s
+            self.heard(choice, gap_s)
         elif part.answer is not None:
             choice.answer = part.answer
-            choice.last_s = choice.last_s or now
+            if choice.last_s is None:
+                choice.last_s = at_s
+                self.heard(choice, None)
         elif self.error is None and not self._closed:
             try:
                 choice.opened.answer()  # raises why
@@ -166,11 +183,7 @@ class Answers:
         """Open those who waited for the pages of its prompt."""
         for choice in self.choices:
             if choice.follows is first and choice.opened is None and self.error is None:
-                try:
-                    self._open(choice)
-                except Refused as error:
-                    self._cancel()
-                    raise of_refusal(error) from error
+                self._open(choice)
 
     def _cancel(self) -> None:
         for choice in self.choices:

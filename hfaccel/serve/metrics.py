@@ -1,14 +1,18 @@
 """What Prometheus reads at /metrics. Where vLLM counts the same thing the name is vLLM's (`vllm:...`), so
-that its dashboards show this server too; what it has no name for is `hfaccel:...`."""
+that its dashboards show this server too; what it has no name for is `hfaccel:...`. Times of tokens are
+counted as the tokens come, and not when their request is over: what is slow is seen while it is."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+if TYPE_CHECKING:
+    from hfaccel.serve.answers import Choice
 
 SHORT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -38,6 +42,7 @@ class Metrics:
             return made.labels(model)
 
         self.ttft = histogram("vllm:time_to_first_token_seconds", "Until the first token.", SHORT_S)
+        self.gap = histogram("vllm:inter_token_latency_seconds", "From a token to the next one.", TOKEN_S)
         self.per_token = histogram(
             "vllm:request_time_per_output_token_seconds", "A request's mean after its first token.", TOKEN_S
         )
@@ -45,23 +50,28 @@ class Metrics:
         self.queue = histogram("vllm:request_queue_time_seconds", "Until a request has pages.", LONG_S)
         self.prompt_length = histogram("vllm:request_prompt_tokens", "Of a request.", LENGTHS)
         self.answer_length = histogram("vllm:request_generation_tokens", "Of a request.", LENGTHS)
-        self.prompt_tokens = counter("vllm:prompt_tokens", "Of requests that are over.")
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Of requests whose prompt is computed.")
         self.succeeded = counter("vllm:request_success", "Requests by how they ended.", "finished_reason")
         self.errors = counter("hfaccel:request_errors", "Refused and failed HTTP requests.", "status", "code")
         self.loads = counter("hfaccel:adapter_loads", "Adapters that were loaded by request.")
 
-    def finished(self, answer, *, first_s: float, total_s: float, queue_s: float | None) -> None:
-        """One choice is over. first_s: until its first token; queue_s: until it had pages."""
-        count = len(answer.ids)
-        self.ttft.observe(first_s)
-        self.latency.observe(total_s)
+    def began(self, choice: Choice) -> None:
+        """A choice has its first token, or is over without one."""
+        request = choice.opened.request
+        if choice.first_s is not None:
+            self.ttft.observe(choice.first_s - choice.began_s)
+        if request.began is not None:
+            self.queue.observe(request.began - request.arrival)
+        self.prompt_tokens.inc(len(choice.prompt))
+
+    def finished(self, choice: Choice) -> None:
+        """A choice has its answer."""
+        answer, count = choice.answer, len(choice.answer.ids)
+        self.latency.observe(choice.last_s - choice.began_s)
         if count > 1:
-            self.per_token.observe((total_s - first_s) / (count - 1))
-        if queue_s is not None:
-            self.queue.observe(queue_s)
+            self.per_token.observe((choice.last_s - choice.first_s) / (count - 1))
         self.prompt_length.observe(answer.prompt_tokens)
         self.answer_length.observe(count)
-        self.prompt_tokens.inc(answer.prompt_tokens)
         self.succeeded.labels(self.model, answer.finish_reason).inc()
 
     def failed(self, status: int, code: str | None) -> None:

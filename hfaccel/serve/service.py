@@ -7,6 +7,7 @@ import copy
 import json
 import logging
 import math
+import os
 import threading
 import time
 from collections import deque
@@ -115,27 +116,27 @@ class Service:
         found = (self.lora_dir / path).resolve()
         if not found.is_relative_to(self.lora_dir) or found == self.lora_dir:
             raise ApiError(400, "lora_path is not inside of --lora-dir", param="lora_path")
-        if not found.is_dir():
+        if not os.path.isdir(found):  # false for names that no file system takes, too
             raise ApiError(404, "lora_path is no folder in --lora-dir", param="lora_path")
         return found
 
     # -- texts
 
     async def ids_of(
-        self, text: str | list[int], *, special: bool = True, param: str = "prompt"
-    ) -> list[int]:
-        """Token ids of a prompt. Raises: ApiError."""
-        if not isinstance(text, str):
-            return text
+        self, prompts: list[str] | list[list[int]], *, special: bool = True, param: str = "prompt"
+    ) -> list[list[int]]:
+        """Token ids of each prompt. Raises: ApiError."""
+        if not isinstance(prompts[0], str):
+            return prompts
         tokenizer = self._tokenizer(param)
 
-        def encode() -> list[int]:
-            return tokenizer(text, add_special_tokens=special)["input_ids"]
+        def encode() -> list[list[int]]:
+            return [tokenizer(text, add_special_tokens=special)["input_ids"] for text in prompts]
 
-        ids = await self._apart(encode, len(text))
-        if not ids:
+        found = await self._apart(encode, sum(map(len, prompts)))
+        if not all(found):
             raise ApiError(400, f"{param} has no tokens", param=param)
-        return ids
+        return found
 
     async def ids_of_messages(
         self, messages: Sequence[Mapping[str, Any]], tools=None, **how: Any
@@ -150,7 +151,7 @@ class Service:
             return made["input_ids"]
 
         try:
-            return await self._apart(encode, sum(len(str(m.get("content"))) for m in messages))
+            return await self._apart(encode, len(str(messages)) + len(str(tools or "")))
         except Exception as why:  # whatever a template raises is about the messages
             raise ApiError(400, f"the chat template refuses these messages: {why}", param="messages") from why
 
@@ -218,7 +219,14 @@ class Service:
         loop = asyncio.get_running_loop()
         if self._post is None or self._post.loop is not loop:
             self._post = Post(loop)
-        answers = Answers(self.server, self._post, choices, lambda one: self._end(one, record), prompt_field)
+        answers = Answers(
+            self.server,
+            self._post,
+            choices,
+            heard=self._heard,
+            ended=lambda one: self._end(one, record),
+            prompt_field=prompt_field,
+        )
         self._held += len(choices)
         self._live.add(answers)
         answers.deadline = asyncio.get_running_loop().call_later(
@@ -270,23 +278,23 @@ class Service:
         waiting = max(1, self._held - self.server.engine.limits.max_running)
         return 1 if not recent else max(1, min(60, math.ceil(waiting * RATE_S / recent / 10)))
 
+    def _heard(self, choice: Choice, gap_s: float | None) -> None:
+        if gap_s is None:
+            self.metrics.began(choice)
+        else:
+            self.metrics.gap.observe(gap_s)
+
     def _end(self, answers: Answers, record: dict[str, Any]) -> None:
         answers.deadline.cancel()
         self._live.discard(answers)
         self._held -= len(answers.choices)
         tokens = 0
         for choice in answers.choices:
-            request = None if choice.opened is None else choice.opened.request
-            if request is not None:
-                tokens += len(request.output)
-            if choice.answer is None:
-                continue
-            self._finished.append(time.monotonic())
-            queue_s = None if request.began is None else request.began - request.arrival
-            last_s = choice.last_s or time.perf_counter()
-            first_s = (choice.first_s or last_s) - choice.began_s
-            total_s = last_s - choice.began_s
-            self.metrics.finished(choice.answer, first_s=first_s, total_s=total_s, queue_s=queue_s)
+            if choice.opened is not None:
+                tokens += len(choice.opened.request.output)
+            if choice.answer is not None:
+                self._finished.append(time.monotonic())
+                self.metrics.finished(choice)
         self._answered_tokens += tokens
         firsts = [choice.first_s for choice in answers.choices if choice.first_s is not None]
         reasons = sorted({choice.answer.finish_reason for choice in answers.choices if choice.answer})
