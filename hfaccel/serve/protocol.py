@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from hfaccel.serve.requests import MOST_LOGPROBS
 
@@ -19,6 +19,24 @@ TOKEN_MOST = 2**63 - 1
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Real = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=TOKEN_MOST)]
+
+
+def is_unicode(text: str) -> bool:
+    """Whether it can be sent and tokenized: JSON's escapes can say half of a pair of surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _unicode(text: str) -> str:
+    if not is_unicode(text):
+        raise ValueError("a text is valid Unicode, without single surrogates")
+    return text
+
+
+Unicode = Annotated[str, AfterValidator(_unicode)]
 
 
 class Body(BaseModel):
@@ -264,8 +282,8 @@ class EmbeddingRequest(Body):
 
 
 class LoadAdapter(Body):
-    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
-    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    lora_name: Annotated[Unicode, Field(min_length=1, max_length=256)]
+    lora_path: Annotated[Unicode, Field(min_length=1, max_length=4096)]
     load_inplace: bool = False
 
 
@@ -278,7 +296,7 @@ class TokenizeRequest(Body):
     """A prompt, or messages."""
 
     model: str | None = None
-    prompt: str | None = None
+    prompt: Unicode | None = None
     messages: list[Message] | None = Field(None, min_length=1)
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
@@ -299,8 +317,8 @@ class DetokenizeRequest(Body):
 def prompts_of(given: Any) -> list[str] | list[list[int]]:
     """Prompts of a text, texts, token ids, or lists of token ids. Raises: ValueError."""
     for text in [given] if isinstance(given, str) else given if isinstance(given, list) else ():
-        if isinstance(text, str) and not _is_unicode(text):
-            raise ValueError("a text is valid Unicode, without single surrogates")
+        if isinstance(text, str):
+            _unicode(text)
     if isinstance(given, str):
         return [given]
     if not isinstance(given, list) or not given:
@@ -312,14 +330,6 @@ def prompts_of(given: Any) -> list[str] | list[list[int]]:
     if all(isinstance(one, list) and one and all(map(_is_token, one)) for one in given):
         return given
     raise ValueError("a text, a list of texts, token ids, or a list of lists of token ids, none empty")
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _is_token(value: Any) -> bool:

@@ -25,7 +25,8 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(message: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    """One message of a stream, in ASCII: some clients end lines at U+2028 and U+0085 too."""
+    return b"data: " + json.dumps(message, separators=(",", ":")).encode() + b"\n\n"
 
 
 @contextlib.asynccontextmanager

@@ -18,10 +18,12 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hfaccel.serve.protocol import NamedTool, Tool
+from hfaccel.serve.protocol import NamedTool, Tool, is_unicode
 
 MOST_CALLS = 16  # in parallel, of a required list
-_DECODER = json.JSONDecoder()
+# Keywords of a schema whose values are schemas by name, and those whose values are no schemas.
+_BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+_VALUES = ("const", "enum", "default", "examples")
 HERMES = ("<tool_call>", "</tool_call>")
 MISTRAL = "[TOOL_CALLS]"
 LLAMA = "<|python_tag|>"
@@ -39,34 +41,44 @@ def dialect_of(template: str | None) -> str:
 
 def calls_schema(tools: Sequence[Tool], choice: NamedTool | str, parallel: bool) -> dict[str, Any]:
     """JSON schema of the list of calls that `choice` demands."""
-    one = [
+    functions = [
         tool.function
         for tool in tools
         if not isinstance(choice, NamedTool) or tool.function.name == choice.function.name
     ]
-    call = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": function.name},
-                "arguments": function.parameters
-                or {"type": "object", "properties": {}, "additionalProperties": False},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for function in one
-    ]
+    calls, definitions = [], {}
+    for number, function in enumerate(functions):
+        none = {"type": "object", "properties": {}, "additionalProperties": False}
+        definitions[str(number)] = _moved(function.parameters or none, f"#/$defs/{number}")
+        arguments = {"$ref": f"#/$defs/{number}"}
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": function.name}, "arguments": arguments},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
     most = MOST_CALLS if parallel and not isinstance(choice, NamedTool) else 1
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "maxItems": most}
-    definitions: dict[str, Any] = {}
-    for each in call:  # what a tool's schema refers to is looked for from the root
-        arguments = each["properties"]["arguments"]
-        if isinstance(arguments, dict):
-            for place in ("$defs", "definitions"):
-                definitions.setdefault(place, {}).update(arguments.get(place, {}))
-    schema["items"] = call[0] if len(call) == 1 else {"anyOf": call}
-    return schema | {place: found for place, found in definitions.items() if found}
+    items = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return {"type": "array", "minItems": 1, "maxItems": most, "items": items, "$defs": definitions}
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """A schema whose own references, which count from its root, count from where that is now."""
+    if isinstance(schema, list):
+        return [_moved(part, root) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for key, part in schema.items():
+        if key == "$ref" and isinstance(part, str) and (part == "#" or part.startswith("#/")):
+            found[key] = root + part[1:]
+        elif key in _BY_NAME and isinstance(part, dict):
+            found[key] = {name: _moved(one, root) for name, one in part.items()}
+        else:
+            found[key] = part if key in _VALUES else _moved(part, root)
+    return found
 
 
 class Calls:
@@ -82,7 +94,6 @@ class Calls:
         self.calls: list[dict[str, Any]] = []
         self._text = ""  # not given out yet
         self._within = forced  # past the mark that begins a list of calls
-        self._cut = False
         self._said = False
 
     def whole(self, text: str, *, cut: bool) -> tuple[str, list[dict[str, Any]]]:
@@ -113,8 +124,9 @@ class Calls:
     def end(self, *, cut: bool) -> list[dict[str, Any]]:
         """What is left is content, unless it is a piece of a call that was cut off."""
         if self.forced or self._within:
-            self._text = ""
-            return []
+            if self.forced or self.calls or cut:
+                self._text = ""
+            return self._content(len(self._text))
         if self.dialect == "llama" and self._begins():
             found, at = [], self._text.removeprefix(LLAMA).lstrip()
             while at:
@@ -189,20 +201,20 @@ class Calls:
         """A call that the text begins with, and what comes after it."""
         try:
             value, end = _DECODER.raw_decode(text)
+            name = value.get("name") if isinstance(value, Mapping) else None
+            if not isinstance(name, str) or name not in self.names:
+                return None, text
+            arguments = value.get("arguments", value.get("parameters"))
+            if isinstance(arguments, str):
+                arguments = _DECODER.decode(arguments)
+            if not isinstance(arguments, Mapping | None):
+                return None, text
+            said = json.dumps(arguments or {}, ensure_ascii=False)
+            if not is_unicode(said):  # half of a pair of surrogates, which only an escape can say
+                said = json.dumps(arguments)
         except (ValueError, RecursionError):
             return None, text
-        if not isinstance(value, Mapping) or value.get("name") not in self.names:
-            return None, text
-        arguments = value.get("arguments", value.get("parameters"))
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except ValueError:
-                return None, text
-        if not isinstance(arguments, Mapping | None):
-            return None, text
-        said = json.dumps(arguments or {}, ensure_ascii=False)
-        return {"name": value["name"], "arguments": said}, text[end:]
+        return {"name": name, "arguments": said}, text[end:]
 
     def _give(self, function: dict[str, Any]) -> list[dict[str, Any]]:
         if self.calls and not self.parallel:
@@ -210,6 +222,13 @@ class Calls:
         call = {"index": len(self.calls), "id": f"call_{secrets.token_hex(12)}", "type": "function"}
         self.calls.append(call | {"function": function})
         return [{"tool_calls": [self.calls[-1]]}]
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -1,18 +1,15 @@
 """tools.py: calls out of text, whole and in pieces of any size, and through the API (case J5)."""
 
-import asyncio
 import json
 
-import httpx
 import jsonschema
 import pytest
 
-from hfaccel.generate import mixin
+from engines import patched
 from hfaccel.serve.api import create_app
 from hfaccel.serve.server import Server
 from hfaccel.serve.tools import Calls
 from live import TEMPLATE
-from tiny import tiny
 from vocabularies import byte_level
 
 NAMES = ["now", "add"]
@@ -30,6 +27,20 @@ TEXTS = {  # dialect, text -> content, calls
     "prose": ("llama", "it is {so}", "it is {so}", []),
     "listed": ("mistral", f"[TOOL_CALLS][{ONE}, {ONE}]", "", ["add", "add"]),
     "after": ("mistral", f"well [TOOL_CALLS] [{ONE}]", "well ", ["add"]),
+    "marked": ("mistral", "[TOOL_CALLS] I cannot", " I cannot", []),
+    "no name": (
+        "hermes",
+        '<tool_call>{"name": ["add"]}</tool_call>',
+        '<tool_call>{"name": ["add"]}</tool_call>',
+        [],
+    ),
+    "no JSON": (
+        "llama",
+        '{"name": "add", "parameters": {"a": NaN}}',
+        '{"name": "add", "parameters": {"a": NaN}}',
+        [],
+    ),
+    "half": ("llama", '{"name": "add", "parameters": {"a": "\\ud83d", "b": "é"}}', "", ["add"]),
 }
 
 
@@ -50,6 +61,19 @@ def test_calls_in_pieces_are_those_of_the_whole(name):
         assert [call["function"] for call in streamed] == [call["function"] for call in found]
         assert [call["index"] for call in streamed] == list(range(len(calls)))
         assert len({call["id"] for call in streamed}) == len(calls)
+
+
+def test_arguments_are_text_that_can_be_sent():
+    for written, said in {'"é \\u2028"': '"é \u2028"', '"\\ud83d"': '"\\ud83d"'}.items():
+        text = f'{{"name": "add", "parameters": {{"a": {written}}}}}'
+        _, (call,) = Calls(NAMES, "llama").whole(text, cut=False)
+        assert call["function"]["arguments"] == f'{{"a": {said}}}'
+        assert call["function"]["arguments"].encode()
+
+
+def test_what_is_nested_beyond_measure_is_no_call():
+    text = '<tool_call>{"name": "add", "arguments": "' + "[" * 100_000 + '"}</tool_call>'
+    assert Calls(NAMES, "hermes").whole(text, cut=False) == (text, [])
 
 
 def test_a_call_that_was_cut_is_none():
@@ -92,20 +116,14 @@ PAINT = {"type": "function", "function": {"name": "paint"}}
 
 
 @pytest.fixture(scope="module")
-def ask():
-    model = tiny("TL")
-    mixin.install(model, page_tokens=4)
-    with Server(model, byte_level(template=TEMPLATE), pages=2000) as server:
+def ask(talk):
+    with Server(patched("TL"), byte_level(template=TEMPLATE), pages=2000) as server:
         app = create_app(server, model_name="m")
 
         def ask(**body):
-            async def run():
-                async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
-                    common = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
-                    common |= {"temperature": 1.2, "seed": 3, "max_tokens": 400}
-                    return await http.post("/v1/chat/completions", json=common | body, timeout=60)
-
-            return asyncio.run(run())
+            common = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
+            common |= {"temperature": 1.2, "seed": 3, "max_tokens": 400}
+            return talk(app, lambda http: http.post("/v1/chat/completions", json=common | body))
 
         yield ask
 
@@ -128,6 +146,36 @@ def test_demanded_calls_are_valid_whole_and_streamed(ask, choice, seed):
     assert chunks[-1]["finish_reason"] == "tool_calls"
 
 
+def one_of(name, **parameters):
+    closed = {"type": "object", "required": ["at"], "additionalProperties": False} | parameters
+    return {"type": "function", "function": {"name": name, "parameters": closed}}
+
+
+def test_what_schemas_refer_to_is_their_own(ask):
+    """Two definitions of one name; one that is the whole schema; a property that is called like a keyword."""
+    at = {"properties": {"at": {"$ref": "#/$defs/place"}}}
+    tools = [
+        one_of("flag", **at, **{"$defs": {"place": {"type": "boolean"}}}),
+        one_of("sign", **at, **{"$defs": {"place": {"enum": ["N", "S"]}}}),
+        one_of("tree", properties={"at": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}}),
+        one_of(
+            "enum",
+            required=["enum"],
+            properties={"enum": {"$ref": "#/definitions/x"}},
+            definitions={"x": {"const": {"$ref": "#/x"}}},
+        ),
+    ]
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+    seen = {}
+    for seed in range(6):
+        (got,) = ask(tools=tools, tool_choice="required", seed=seed, temperature=50).json()["choices"]
+        for call in got["message"].get("tool_calls", ()):
+            name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+            jsonschema.validate(arguments, schemas[name])
+            seen[name] = arguments
+    assert seen.keys() == schemas.keys() and seen["enum"] == {"enum": {"$ref": "#/x"}}
+
+
 def test_a_demanded_call_that_is_cut_says_so(ask):
     (got,) = ask(tool_choice=PAINT, max_tokens=5).json()["choices"]
     assert got["finish_reason"] == "length" and "tool_calls" not in got["message"]
@@ -143,8 +191,9 @@ def test_tools_that_are_wrong_are_refused_by_name(ask):
     unknown = ask(tool_choice={"type": "function", "function": {"name": "fly"}})
     assert unknown.status_code == 400 and unknown.json()["error"]["param"] == "tool_choice"
     assert "fly" in unknown.text
-    bad = [{"type": "function", "function": {"name": "x", "parameters": {"type": "object", "not": {}}}}]
-    refused = ask(tools=bad, tool_choice="required")
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools"
+    for parameters in ({"type": "object", "not": {}}, {"$ref": "#/$defs/x", "$defs": [1]}):
+        bad = [{"type": "function", "function": {"name": "x", "parameters": parameters}}]
+        refused = ask(tools=bad, tool_choice="required")
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools", parameters
     twice = ask(tools=[TOOLS[0], TOOLS[0]])
     assert twice.status_code == 400 and twice.json()["error"]["param"] == "tools"
