@@ -23,7 +23,7 @@ from hfaccel.errors import PatchError
 from hfaccel.serve import protocol
 from hfaccel.serve.access import Access
 from hfaccel.serve.answers import choices_of
-from hfaccel.serve.asked import chat_of, completion_of
+from hfaccel.serve.asked import chat_of, completion_of, told
 from hfaccel.serve.errors import ApiError, of_validation
 from hfaccel.serve.metrics import CONTENT_TYPE
 from hfaccel.serve.page import index
@@ -96,7 +96,7 @@ def create_app(
     return Access(app, service, api_keys)
 
 
-def _record(request: Request, body: Any, prompts: Any, answers: int) -> dict[str, Any]:
+def _record(request: Request, body: Any, answers: int) -> dict[str, Any]:
     """What the log says of a request: no word of its texts."""
     return {
         "id": request.state.request_id,
@@ -112,7 +112,7 @@ def _generation(app: FastAPI, service: Service) -> None:
     async def answered(request: Request, body, asked) -> Response | EventStream:
         shared = service.shared_tokens
         choices = choices_of(asked.prompts, asked.n, asked.options, shared, asked.constraint)
-        record = _record(request, body, asked.prompts, len(choices))
+        record = _record(request, body, len(choices))
         answers = service.begin(choices, record, asked.field)
         try:
             form = asked.form(answers)
@@ -141,15 +141,13 @@ def _generation(app: FastAPI, service: Service) -> None:
             raise ApiError(400, f"dimensions is {width} for this model", param="dimensions")
         service.check_priority(body.priority)
         service.check_count(len(body.input), "input")
-        prompts = [
-            await service.ids_of(text, special=body.add_special_tokens, param="input") for text in body.input
-        ]
+        prompts = await service.ids_of(body.input, special=body.add_special_tokens, param="input")
         for prompt in prompts:
             service.room(prompt, None, "input", source="input", least=0)
         options = {"embed": True, "max_new_tokens": 1, "priority": body.priority}
         options |= {} if adapter is None else {"adapter": adapter}
         choices = choices_of(prompts, 1, options, service.shared_tokens)
-        answers = service.begin(choices, _record(request, body, prompts, len(choices)), "input")
+        answers = service.begin(choices, _record(request, body, len(choices)), "input")
         async with watched(request.receive, answers):
             await answers.all()
         rows = [choice.opened.request.embedding for choice in choices]
@@ -238,10 +236,10 @@ def _operation(app: FastAPI, service: Service) -> None:
         if body.model is not None:
             service.adapter_of(body.model)
         if body.prompt is not None:
-            ids = await service.ids_of(body.prompt, special=body.add_special_tokens)
+            (ids,) = await service.ids_of([body.prompt], special=body.add_special_tokens)
         else:
-            messages = [message.model_dump(exclude_none=True) for message in body.messages]
-            ids = await service.ids_of_messages(messages, add_generation_prompt=body.add_generation_prompt)
+            how = {"add_generation_prompt": body.add_generation_prompt}
+            ids = await service.ids_of_messages(list(map(told, body.messages)), **how)
         found = {"count": len(ids), "max_model_len": service.max_tokens, "tokens": ids}
         if body.return_token_strs:
             found["token_strs"] = [service.pieces[token][0] for token in ids]

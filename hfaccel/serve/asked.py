@@ -30,6 +30,13 @@ OPTIONS = {
     "min_tokens": "min_tokens",
     "priority": "priority",
 }
+# What `apply_chat_template` takes for itself: another template would run here, a prompt be cut unseen, or a
+# field of the request's own be overruled.
+NOT_THE_TEMPLATES = frozenset(
+    "conversation tools chat_template add_generation_prompt continue_final_message tokenize padding "
+    "truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs "
+    "sanitize_control_tokens".split()
+)
 
 
 @dataclass
@@ -80,28 +87,29 @@ async def completion_of(service: Service, body: CompletionRequest) -> Asked:
     n = body.best_of or body.n
     service.check_count(n, "n")
     service.check_count(n * len(body.prompt), "prompt")
-    prompts = [await service.ids_of(text, special=body.add_special_tokens) for text in body.prompt]
+    prompts = await service.ids_of(body.prompt, special=body.add_special_tokens)
     dropped = body.max_tokens == 0 and body.echo
     options = [
         _limited(service, prompt, common, body.max_tokens, field="max_tokens", least=0 if dropped else 1)
         for prompt in prompts
     ]
     scored = body.logprobs is not None
-    if (scored or n > body.n) and service.pieces is None:
-        raise ApiError(400, "the server has no tokenizer to name tokens", param="logprobs")
+    for field, needs in {"logprobs": scored, "best_of": n > body.n, "echo": body.echo}.items():
+        if needs and service.tokenizer is None:
+            raise ApiError(400, f"{field} needs a tokenizer, and the server has none", param=field)
     for own in options:
         if scored or n > body.n:
             own["logprobs"] = body.logprobs or 0
         if scored and body.echo:
             own["prompt_logprobs"] = body.logprobs
-    echoes = None
-    if body.echo:
-        texts = [
-            given if isinstance(given, str) else service.tokenizer.decode(given) for given in body.prompt
-        ]
-        echoes = [text for text in texts for _ in range(n)]
 
-    def form(answers: Answers) -> Form:
+    def form(answers: Answers) -> Form:  # after the engine has seen the prompts: all their tokens are known
+        echoes = None
+        if body.echo:
+            texts = [
+                given if isinstance(given, str) else service.tokenizer.decode(given) for given in body.prompt
+            ]
+            echoes = [text for text in texts for _ in range(n)]
         return CompletionForm(
             answers,
             body.model,
@@ -122,8 +130,9 @@ async def chat_of(service: Service, body: ChatRequest) -> Asked:
     """Raises: ApiError."""
     common = options_of(service, body)
     how: dict[str, Any] = dict(body.chat_template_kwargs or {})
-    if taken := how.keys() & {"tools", "conversation", "tokenize", "return_dict", "return_tensors"}:
-        raise ApiError(400, f"chat_template_kwargs has {min(taken)!r}", param="chat_template_kwargs")
+    if taken := how.keys() & NOT_THE_TEMPLATES:
+        said = f"chat_template_kwargs has {min(taken)!r}, which is not for a template"
+        raise ApiError(400, said, param="chat_template_kwargs")
     if body.reasoning_effort is not None:
         how.setdefault("reasoning_effort", body.reasoning_effort)
     how["add_generation_prompt"] = body.add_generation_prompt
@@ -194,6 +203,7 @@ async def calls_of(service: Service, body: ChatRequest, constraint):
 def told(message: Message) -> dict[str, Any]:
     """A message as chat templates expect it: content is text, a call's arguments are an object."""
     found = message.model_dump(exclude_none=True)
+    found.setdefault("content", "")  # beside tool calls: templates add it to other texts
     if message.role == "developer":
         found["role"] = "system"
     if isinstance(message.content, list):
@@ -202,7 +212,7 @@ def told(message: Message) -> dict[str, Any]:
         given = call["function"].get("arguments")
         try:
             call["function"]["arguments"] = json.loads(given) if given else {}
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ApiError(
                 400, f"the arguments of call {call['id']!r} are no JSON", param="messages"
             ) from None

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from hfaccel.serve.grammar import BadGrammar
 from hfaccel.serve.requests import Refused
 
 KINDS = {
@@ -63,6 +64,8 @@ def of_failure(error: BaseException) -> ApiError:
     """What ended a request that ran: 500, without what only the log should say."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, BadGrammar):  # its limits are seen on the way alone
+        return ApiError(400, str(error))
     if isinstance(error, Refused):  # what was taken is cancelled where the engine closes
         return ApiError(503, "the engine is closed", code="engine_closed")
     return ApiError(500, f"the request failed in the engine: {type(error).__name__}", code="engine_error")

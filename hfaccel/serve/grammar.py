@@ -153,14 +153,20 @@ class Grammar:
         barred = np.ones(len(row), bool)
         barred[: len(allowed)] = allowed == 0
         if barred.all():
-            raise PatchError(f"no token can follow in the grammar: {self._matcher.get_error() or 'it ended'}")
+            raise self._stuck("no token can follow")
         row.masked_fill_(torch.from_numpy(barred), -torch.inf)
 
     def take(self, token: int) -> bool:
         self._mask = None
         if not self._matcher.consume_token(token):
-            raise PatchError(f"token {token} does not follow in the grammar: {self._matcher.get_error()}")
+            raise self._stuck(f"token {token} does not follow")
         return self._matcher.is_stopped()
+
+    def _stuck(self, what: str) -> PatchError:
+        """BadGrammar where its own limits end it, e.g. a repetition of repetitions, seen on the way alone."""
+        why = (self._matcher.get_error() or "it ended").split("\n")[0]
+        broken = why.startswith("Parser Error")  # a token that its mask should have barred
+        return (PatchError if broken else BadGrammar)(f"{what} in the grammar: {why}")
 
 
 class Structured:

@@ -17,8 +17,8 @@ from hfaccel.serve.requests import Score
 from hfaccel.serve.server import Answer, Part
 
 
-def usage(answers: Answers, shown: list[Choice] | None = None) -> dict[str, Any]:
-    """Tokens of prompts, each counted once, and of answers; `shown` are those that the client gets."""
+def usage(answers: Answers) -> dict[str, Any]:
+    """Tokens of prompts, each counted once, and of answers, of which `best_of` shows some."""
     done = [choice for choice in answers.choices if choice.answer is not None]
     first: dict[int, Choice] = {}
     for choice in done:
@@ -81,8 +81,9 @@ class CompletionForm(Form):
     """Of /v1/completions.
 
     Args:
-        echoes: text of each prompt where it comes before the answer, by the choice's index; tops: of scores.
-        dropped: the answer is not shown, for max_tokens: 0.
+        echoes: text of each prompt where it comes before the answer, by the choice's index. scored:
+            log-probabilities are asked for. dropped: the answer is not shown, for max_tokens: 0.
+        best_of, n: choices of each prompt, and how many of them are shown.
     """
 
     prefix, whole_kind, chunk_kind = "cmpl-", "text_completion", "text_completion"

@@ -3,17 +3,15 @@
 import asyncio
 import json
 
-import httpx
 import jsonschema
 import pytest
 import torch
 
 import hfaccel
-from hfaccel.generate import mixin
+from engines import patched
 from hfaccel.serve.api import create_app
 from hfaccel.serve.grammar import BadGrammar, structured
 from hfaccel.serve.server import Server
-from tiny import tiny
 from vocabularies import byte_level
 
 CODE = {"type": "string", "pattern": "^[A-Z]{2}$"}
@@ -85,9 +83,7 @@ WORDS = ["在线", "😀 ok", "a/b", 'say "hi"', "C:\\x", "tab\tand\nline", "é"
 
 @pytest.fixture(scope="module")
 def model():
-    model = tiny("TL")  # 512 rows of logits, a tokenizer of fewer
-    mixin.install(model, page_tokens=4)
-    return model
+    return patched("TL")  # 512 rows of logits, a tokenizer of fewer
 
 
 @pytest.fixture(scope="module")
@@ -96,20 +92,18 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def ask(model, tokenizer):
+def ask(model, tokenizer, talk):
     """Bodies of /v1/completions in, answers out, all at once."""
     with Server(model, tokenizer, pages=2000, max_running=64) as server:
         app = create_app(server, model_name="m")
 
         def ask(*bodies):
-            async def run():
-                transport = httpx.ASGITransport(app)
-                async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=60) as http:
-                    common = {"model": "m", "prompt": "hello", "max_tokens": 120, "temperature": 1.5}
-                    calls = (http.post("/v1/completions", json=common | body) for body in bodies)
-                    return [answer.json() for answer in await asyncio.gather(*calls)]
+            async def conversation(http):
+                common = {"model": "m", "prompt": "hello", "max_tokens": 120, "temperature": 1.5}
+                calls = (http.post("/v1/completions", json=common | body) for body in bodies)
+                return [answer.json() for answer in await asyncio.gather(*calls)]
 
-            return asyncio.run(run())
+            return talk(app, conversation)
 
         yield ask
 
@@ -152,6 +146,12 @@ def test_what_cannot_be_enforced_is_named(ask, schema, named):
     error = ask(of_schema(schema))[0]["error"]
     assert error["param"] == "response_format" and named in error["message"]
     assert error["type"] == "invalid_request_error"
+
+
+def test_what_is_too_large_on_the_way_is_the_clients_error(ask):
+    error = ask({"structured_outputs": {"regex": "ab(c{1000}){1000}"}})[0]["error"]
+    assert error["type"] == "invalid_request_error" and "too many expressions" in error["message"]
+    assert "⟦" not in error["message"]  # what was written so far
 
 
 def test_words_of_every_kind_come_out(ask):

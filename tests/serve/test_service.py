@@ -4,23 +4,13 @@ import asyncio
 import threading
 import time
 
-import httpx
 import pytest
 
-from hfaccel.generate import mixin
 from hfaccel.serve.api import create_app
 from hfaccel.serve.server import Server
 from test_readme import _tokenizer
-from tiny import tiny
 
 ASKED = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 4}
-
-
-@pytest.fixture(scope="module")
-def model():
-    model = tiny("llama")
-    mixin.install(model, page_tokens=4)
-    return model
 
 
 @pytest.fixture
@@ -48,16 +38,7 @@ def halted(server, monkeypatch):
     halted.go.set()
 
 
-def talk(app, conversation):
-    async def run():
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=30) as http:
-            return await conversation(http)
-
-    return asyncio.run(run())
-
-
-def test_the_queue_is_bounded_by_what_runs_and_waits(server, halted):
+def test_the_queue_is_bounded_by_what_runs_and_waits(server, halted, talk):
     app = create_app(server, model_name="m", max_queue=3)
 
     async def conversation(http):
@@ -75,7 +56,7 @@ def test_the_queue_is_bounded_by_what_runs_and_waits(server, halted):
     assert app.service._held == 0 and not app.service._live
 
 
-def test_a_request_has_its_time(server, halted):
+def test_a_request_has_its_time(server, halted, talk):
     app = create_app(server, model_name="m", request_timeout_s=0.1)
 
     async def conversation(http):
@@ -94,7 +75,7 @@ def test_a_request_has_its_time(server, halted):
     assert not server.engine.busy and server.engine.pool.used_pages == server.stats()["cached_pages"]
 
 
-def test_health_says_that_the_engine_is_stuck_or_dead(server, halted):
+def test_health_says_that_the_engine_is_stuck_or_dead(server, halted, talk):
     app = create_app(server, model_name="m", stall_s=0.15)
 
     async def conversation(http):
@@ -117,7 +98,7 @@ def test_health_says_that_the_engine_is_stuck_or_dead(server, halted):
     assert talk(app, conversation).status_code == 503
 
 
-def test_an_error_in_the_engine_is_500_for_its_request_alone(server, monkeypatch):
+def test_an_error_in_the_engine_is_500_for_its_request_alone(server, monkeypatch, talk):
     app, run = create_app(server, model_name="m"), server.engine._run
 
     def broken(step):
@@ -138,7 +119,30 @@ def test_an_error_in_the_engine_is_500_for_its_request_alone(server, monkeypatch
     assert good.status_code == 200
 
 
-def test_nothing_new_is_taken_while_it_drains(server):
+def test_what_fails_while_it_is_opened_leaves_nothing_behind(server, talk, monkeypatch):
+    app, opened = create_app(server, model_name="m"), server.open
+
+    def second_fails(prompt, *args, **options):
+        if prompt == [9, 9]:
+            raise RuntimeError("can't start new thread")
+        return opened(prompt, *args, **options)
+
+    monkeypatch.setattr(server, "open", second_fails)
+
+    async def conversation(http):
+        return await http.post(
+            "/v1/completions", json=ASKED | {"prompt": [[5, 6], [9, 9]], "max_tokens": 200}
+        )
+
+    assert talk(app, conversation).status_code == 500
+    assert app.service._held == 0 and not app.service._live
+    end = time.monotonic() + 5
+    while server.engine.busy and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not server.engine.busy and server.engine.steps < 150
+
+
+def test_nothing_new_is_taken_while_it_drains(server, talk):
     app = create_app(server, model_name="m")
     app.service.drain()
 
@@ -151,7 +155,7 @@ def test_nothing_new_is_taken_while_it_drains(server):
     assert refused.json()["error"]["code"] == "shutting_down"
 
 
-def test_a_body_has_its_time(server):
+def test_a_body_has_its_time(server, talk):
     app = create_app(server, model_name="m", body_timeout_s=0.1)
 
     async def slow():
