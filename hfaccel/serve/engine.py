@@ -269,7 +269,7 @@ class Engine:
                 self.scheduler.add(request)
                 new = True
             else:
-                request.end(State.CANCELLED, "cancelled")
+                self._end(request, State.CANCELLED, "cancelled")
         while self._cancelled:
             request = self._cancelled.popleft()
             if not request.state.over and request.order >= 0:

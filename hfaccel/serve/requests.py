@@ -6,7 +6,6 @@ served is refused before it costs a page; what the engine holds can fail only by
 
 from __future__ import annotations
 
-import math
 import secrets
 import threading
 from collections.abc import Callable, Mapping
@@ -178,7 +177,7 @@ def _whole(name: str, value, least: int, most: int | None = None) -> None:
 
 
 def _real(name: str, value, least: float, most: float, *, open_below: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, Real) or value != value:  # NaN
         raise Refused(f"{name} is a number, not {value!r}", name)
     if value > most or value < least or (open_below and value == least):
         raise Refused(f"{name} is {'above' if open_below else 'from'} {least} to {most}, not {value}", name)

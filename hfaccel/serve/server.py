@@ -383,10 +383,9 @@ def _is_one(prompts) -> bool:
 
 
 def _stops(given) -> tuple[str, ...]:
-    stops = (given,) if isinstance(given, str) else tuple(given or ())
+    stops = [] if given is None else [given] if isinstance(given, str) else given
+    if not isinstance(stops, Sequence) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise Refused(f"stop is a string that is not empty, or some of them, not {given!r}", "stop")
     if len(stops) > STOPS:
         raise Refused(f"{len(stops)} stop strings; {STOPS} are allowed", "stop")
-    for stop in stops:
-        if not isinstance(stop, str) or not stop:
-            raise Refused(f"stop is a string that is not empty, or some of them, not {stop!r}", "stop")
-    return stops
+    return tuple(stops)

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from engines import exact, prompt_of
 from hfaccel.generate import mixin
 from hfaccel.lora.adapters import BadAdapter
 from hfaccel.serve.budget import measured_kv_bytes_per_token
@@ -14,16 +15,10 @@ from hfaccel.serve.engine import Engine
 from hfaccel.serve.requests import Options, Refused, Request, State
 from hfaccel.serve.scheduler import Limits
 from hfaccel.serve.server import Server
-from hfaccel_kernels import native
 from lora_folders import LINEARS, MLP, QV, adapter
-from tiny import ids, tiny
+from tiny import tiny
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=f"no C++ kernels: {native.reason()}")
-
-
-@pytest.fixture(autouse=True)
-def _strict(monkeypatch):
-    monkeypatch.setenv("HFACCEL_STRICT", "1")
+pytestmark = [exact, pytest.mark.usefixtures("strict")]
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +40,6 @@ def engine_of(known, **settings):
     for name, path in folders.items():
         engine.load_adapter(name, path)
     return engine
-
-
-def prompt_of(length, seed=0):
-    return ids(1, length, seed=seed)[0].tolist()
 
 
 def request(prompt, adapter=None, new=6, **options):
@@ -218,6 +209,19 @@ def test_pages_and_slot_of_an_unloaded_adapter_are_free(known):
     a, cached = engine.adapters["a"], engine.stats()["cached_pages"]
     engine.unload_adapter("a")
     assert engine.stats()["cached_pages"] == cached / 2 and not engine.slots.holds(a)
+    check_all_is_back(engine)
+
+
+def test_who_is_cancelled_before_a_step_lets_go_of_an_unloaded_adapter(known):
+    engine, prompt = engine_of(known), prompt_of(17)
+    alone(engine, prompt, "a")
+    a, waiting = engine.adapters["a"], engine.submit(request(prompt, "a"))
+    engine.unload_adapter("a")
+    assert engine.slots.holds(a)
+    engine.cancel(waiting)
+    engine.drain()
+    assert waiting.state is State.CANCELLED and not engine.slots.holds(a)
+    assert not any(adapter is a for _, adapter in engine.tree.roots)
     check_all_is_back(engine)
 
 

@@ -3,28 +3,16 @@
 import pytest
 import torch
 
-from hfaccel.generate import mixin
+from engines import prompt_of, solo
 from hfaccel.serve.requests import Options, Refused
 from hfaccel.serve.server import Server
 from test_readme import _tokenizer
-from tiny import ids, tiny
-
-
-@pytest.fixture(scope="module")
-def model():
-    model = tiny("llama")
-    mixin.install(model, page_tokens=4)
-    return model
 
 
 @pytest.fixture
 def server(model):
     with Server(model, _tokenizer(model.config.vocab_size), pages=60, token_budget=8) as server:
         yield server
-
-
-def prompt_of(length, seed=0):
-    return ids(1, length, seed=seed)[0].tolist()
 
 
 def logprobs(model, tokens):
@@ -92,8 +80,7 @@ def test_embeddings_are_means_of_the_last_hidden_states(server, model):
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     assert server.embed(prompts[0]).shape == (1, model.config.hidden_size)
     running.request.done.wait()
-    solo = model.generate(torch.tensor([prompts[2]]), max_new_tokens=40, do_sample=False, pad_token_id=0)
-    assert running.answer().ids == solo[0, 8:].tolist()
+    assert running.answer().ids == solo(model, prompts[2], 40)
 
 
 def test_a_constraint_rules_and_ends_an_answer(server):
@@ -119,6 +106,7 @@ def test_a_constraint_rules_and_ends_an_answer(server):
 def test_refusals_name_the_option():
     for option, value in [
         ("temperature", float("nan")),
+        ("temperature", 10**400),
         ("logprobs", 1000),
         ("min_tokens", -1),
         ("logit_bias", {"a": 1}),

@@ -6,23 +6,16 @@ import threading
 import pytest
 import torch
 
-from hfaccel.generate import gate, mixin
+from engines import prompt_of, solo
+from hfaccel.generate import gate
 from hfaccel.serve.requests import Refused
 from hfaccel.serve.server import Answer, Server
 from test_readme import _tokenizer
-from tiny import ids, tiny
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] != 'user' %}{{ raise_exception('only users') }}{% endif %}"
     "{{ m['content'] }} {% endfor %}"
 )
-
-
-@pytest.fixture(scope="module")
-def model():
-    model = tiny("llama")
-    mixin.install(model, page_tokens=4)
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +30,6 @@ def server(model, tokenizer):
         stats = server.stats()
     assert stats["running"] == stats["waiting"] == 0 and stats["used_pages"] == stats["cached_pages"]
     assert server.engine.pool.used_pages == 0 and not server._thread.is_alive()
-
-
-def prompt_of(length, seed=0):
-    return ids(1, length, seed=seed)[0].tolist()
-
-
-def solo(model, prompt, new):
-    out = model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False, pad_token_id=0)
-    return out[0, len(prompt) :].tolist()
 
 
 async def collect(server, prompt, **options):
@@ -184,6 +168,7 @@ def test_one_bad_prompt_refuses_the_call_before_any_runs(server):
         ([prompt_of(4)], {"temprature": 1.0}, "unknown option 'temprature'.*temperature"),
         ([prompt_of(4)], {"temperature": -1}, "temperature"),
         ([prompt_of(4)], {"stop": ""}, "stop"),
+        ([prompt_of(4)], {"stop": 5}, "stop is a string"),
         ([prompt_of(4)], {"stop": ["a"] * 17}, "17 stop strings"),
         ([prompt_of(4)], {"adapter": "mine"}, "not loaded"),
         ([prompt_of(4)], {"options": [{}, {}]}, "1 prompts, but options for 2"),
