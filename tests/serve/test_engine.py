@@ -10,15 +10,7 @@ from hfaccel.serve.requests import Options, Request
 from hfaccel.serve.scheduler import Limits
 from hfaccel_kernels.layouts import Layout
 
-
-@pytest.fixture(autouse=True)
-def _strict(monkeypatch):
-    monkeypatch.setenv("HFACCEL_STRICT", "1")
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return patched()
+pytestmark = pytest.mark.usefixtures("strict")
 
 
 @exact
@@ -72,12 +64,12 @@ def test_modules_answer_with_the_best_tokens_of_a_dense_forward(family, monkeypa
 
 
 @exact
-def test_prompts_that_are_all_cached(llama):
+def test_prompts_that_are_all_cached(model):
     """Case K6: lengths around and at multiples of the page, then shared beginnings, then recycled pages."""
-    engine = Engine(llama, pages=20)
+    engine = Engine(model, pages=20)
     for length in (3, 4, 5, 8, 12):
         prompt = prompt_of(length, 40 + length)
-        want = solo(llama, prompt, 4)
+        want = solo(model, prompt, 4)
         first, second = (run(engine, Request(prompt, Options(max_new_tokens=4)))[0] for _ in range(2))
         assert first.output == second.output == want
         assert first.cached_tokens == 0
@@ -88,7 +80,7 @@ def test_prompts_that_are_all_cached(llama):
         for tail in (1, 2):
             prompt = head + prompt_of(3, tail)
             (request,) = run(engine, Request(prompt, Options(max_new_tokens=4)))
-            assert request.output == solo(llama, prompt, 4)
+            assert request.output == solo(model, prompt, 4)
         assert request.cached_tokens >= 8
         for seed in range(100, 106):  # every page is used again
             run(engine, Request(prompt_of(15, seed), Options(max_new_tokens=2)))
@@ -97,46 +89,46 @@ def test_prompts_that_are_all_cached(llama):
 
 
 @exact
-def test_seeded_draws_repeat_whatever_runs_beside_them(llama):
+def test_seeded_draws_repeat_whatever_runs_beside_them(model):
     options = Options(max_new_tokens=24, temperature=1.2, top_k=40, top_p=0.95, seed=5)
     prompt = prompt_of(9, 1)
     torch.manual_seed(3)
     state = torch.random.get_rng_state()
-    (alone,) = run(Engine(llama, pages=50), Request(prompt, options))
+    (alone,) = run(Engine(model, pages=50), Request(prompt, options))
     torch.manual_seed(4)
-    crowd = Engine(llama, pages=14, limits=Limits(token_budget=6))
+    crowd = Engine(model, pages=14, limits=Limits(token_budget=6))
     others = [Request(prompt_of(5 + n, n), Options(max_new_tokens=24, temperature=1.0)) for n in range(6)]
     found = run(crowd, *others[:3], Request(prompt, options), *others[3:])[3]
     assert found.output == alone.output and crowd.stats()["preemptions"]
     torch.manual_seed(3)
-    (again,) = run(Engine(llama, pages=50), Request(prompt, options))
+    (again,) = run(Engine(model, pages=50), Request(prompt, options))
     assert again.output == alone.output
     assert torch.equal(torch.random.get_rng_state(), state)
-    (other,) = run(Engine(llama, pages=50), Request(prompt, Options(**(vars(options) | {"seed": 6}))))
+    (other,) = run(Engine(model, pages=50), Request(prompt, Options(**(vars(options) | {"seed": 6}))))
     assert other.output != alone.output
 
 
 @exact
-def test_greedy_and_drawn_requests_share_steps(llama):
+def test_greedy_and_drawn_requests_share_steps(model):
     """Chunks, plain rows and drawn ones in one step: each is what it is alone."""
     prompts = [prompt_of(5 + 3 * n, n) for n in range(6)]
     options = [Options(max_new_tokens=8, temperature=float(n % 2), seed=n) for n in range(6)]
     alone = [
-        run(Engine(llama, pages=50), Request(*ask))[0].output for ask in zip(prompts, options, strict=True)
+        run(Engine(model, pages=50), Request(*ask))[0].output for ask in zip(prompts, options, strict=True)
     ]
-    engine = Engine(llama, pages=50, limits=Limits(token_budget=9))
+    engine = Engine(model, pages=50, limits=Limits(token_budget=9))
     together = run(engine, *(Request(*ask) for ask in zip(prompts, options, strict=True)))
     assert [request.output for request in together] == alone
-    assert alone[0] == solo(llama, prompts[0], 8) and alone[1] != solo(llama, prompts[1], 8)
+    assert alone[0] == solo(model, prompts[0], 8) and alone[1] != solo(model, prompts[1], 8)
 
 
 @exact
-def test_ends(llama):
+def test_ends(model):
     prompt = prompt_of(7, 3)
-    free = solo(llama, prompt, 12)
+    free = solo(model, prompt, 12)
     end = free[5]
     at = free.index(end) + 1
-    engine = Engine(llama, pages=50)
+    engine = Engine(model, pages=50)
 
     def answer(**options):
         (request,) = run(engine, Request(prompt, Options(max_new_tokens=12, **options)))
@@ -144,16 +136,16 @@ def test_ends(llama):
 
     assert answer() == (free, "length")
     assert answer(stop_ids=[end]) == (free[:at], "stop")
-    before = llama.generation_config.eos_token_id
+    before = model.generation_config.eos_token_id
     try:
         for ends in (end, [255, end]):
-            llama.generation_config.eos_token_id = ends
+            model.generation_config.eos_token_id = ends
             assert answer() == (free[:at], "stop")
-            assert answer()[0] == solo(llama, prompt, 12)
+            assert answer()[0] == solo(model, prompt, 12)
             assert answer(ignore_eos=True) == (free, "length")
             assert answer(ignore_eos=True, stop_ids=[end]) == (free[:at], "stop")
     finally:
-        llama.generation_config.eos_token_id = before
+        model.generation_config.eos_token_id = before
     seen = []
     (request,) = run(
         engine,
@@ -195,8 +187,8 @@ def test_a_retyped_model_goes_on_over_new_pages():
     check_pages_are_back(engine)
 
 
-def test_pages_come_from_the_memory_budget(llama):
+def test_pages_come_from_the_memory_budget(model):
     """Room for every request at the model's full context, where memory allows for that much."""
-    assert Engine(llama, limits=Limits(max_running=3)).pool.capacity == 3 * 512 // 4
+    assert Engine(model, limits=Limits(max_running=3)).pool.capacity == 3 * 512 // 4
     with pytest.raises(PatchError, match="nothing is left for keys and values"):
-        Engine(llama, memory_utilization=1e-9)
+        Engine(model, memory_utilization=1e-9)

@@ -10,20 +10,12 @@ from hfaccel.serve.requests import Options, Refused, Request, State
 from hfaccel.serve.scheduler import Limits, Step
 from tiny import tiny
 
-
-@pytest.fixture(autouse=True)
-def _strict(monkeypatch):
-    monkeypatch.setenv("HFACCEL_STRICT", "1")
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return patched()
+pytestmark = pytest.mark.usefixtures("strict")
 
 
 @exact
-def test_an_error_in_a_step_fails_those_in_it_and_nobody_else(llama, monkeypatch):
-    engine = Engine(llama, pages=50, limits=Limits(max_running=2))
+def test_an_error_in_a_step_fails_those_in_it_and_nobody_else(model, monkeypatch):
+    engine = Engine(model, pages=50, limits=Limits(max_running=2))
     asked = [(prompt_of(6, n), 6) for n in range(4)]
     requests = [engine.submit(Request(p, Options(max_new_tokens=new))) for p, new in asked]
     engine.step()
@@ -42,19 +34,19 @@ def test_an_error_in_a_step_fails_those_in_it_and_nobody_else(llama, monkeypatch
         assert isinstance(request.error, RuntimeError) and request.sequence is None
     engine.drain()
     for request, (prompt, new) in zip(requests[2:], asked[2:], strict=True):
-        assert request.output == solo(llama, prompt, new)
+        assert request.output == solo(model, prompt, new)
     check_pages_are_back(engine)
 
 
 @exact
-def test_an_error_of_a_listener_or_of_its_logits_is_its_own(llama, monkeypatch):
+def test_an_error_of_a_listener_or_of_its_logits_is_its_own(model, monkeypatch):
     from hfaccel.serve import forward as module
 
     def broken(request, token):
         if len(request.output) == 2:
             raise ZeroDivisionError
 
-    engine = Engine(llama, pages=50)
+    engine = Engine(model, pages=50)
     prompts = [prompt_of(6, n) for n in range(3)]
     bad = Request(prompts[0], Options(max_new_tokens=6), listener=broken)
     cursed = Request(prompts[1], Options(max_new_tokens=6, temperature=1.0, seed=0))
@@ -70,12 +62,12 @@ def test_an_error_of_a_listener_or_of_its_logits_is_its_own(llama, monkeypatch):
     assert bad.state is cursed.state is State.FAILED
     assert isinstance(bad.error, ZeroDivisionError) and len(bad.output) == 2
     assert isinstance(cursed.error, ValueError) and not cursed.output
-    assert good.output == solo(llama, prompts[2], 6)
+    assert good.output == solo(model, prompts[2], 6)
     check_pages_are_back(engine)
 
 
-def test_a_step_that_only_preempts_is_no_error(llama, monkeypatch):
-    engine, prompt = Engine(llama, pages=50), prompt_of(6)
+def test_a_step_that_only_preempts_is_no_error(model, monkeypatch):
+    engine, prompt = Engine(model, pages=50), prompt_of(6)
     request = engine.submit(Request(prompt, Options(max_new_tokens=4)))
     engine.step()
     real, first = engine.scheduler.schedule, iter([True])
@@ -88,15 +80,15 @@ def test_a_step_that_only_preempts_is_no_error(llama, monkeypatch):
 
     monkeypatch.setattr(engine.scheduler, "schedule", schedule)
     engine.drain()
-    assert request.output == solo(llama, prompt, 4) and request.preemptions == 1
+    assert request.output == solo(model, prompt, 4) and request.preemptions == 1
     check_pages_are_back(engine)
 
 
-def test_a_token_without_an_embedding_fails_its_request_alone(llama, monkeypatch):
+def test_a_token_without_an_embedding_fails_its_request_alone(model, monkeypatch):
     from hfaccel.serve import forward as module
 
     monkeypatch.setattr(module, "draw", lambda row, request, values, ids: 256)
-    engine = Engine(llama, pages=50)
+    engine = Engine(model, pages=50)
     odd = Request(prompt_of(4, 1), Options(max_new_tokens=4, temperature=1.0))
     good = Request(prompt_of(4, 2), Options(max_new_tokens=4))
     run(engine, odd, good)
@@ -105,8 +97,8 @@ def test_a_token_without_an_embedding_fails_its_request_alone(llama, monkeypatch
     check_pages_are_back(engine)
 
 
-def test_what_can_never_be_served_is_refused_at_once(llama):
-    engine = Engine(llama, pages=5)
+def test_what_can_never_be_served_is_refused_at_once(model):
+    engine = Engine(model, pages=5)
     running = engine.submit(Request(prompt_of(6), Options(max_new_tokens=3)))
     engine.step()
     for request, why in (

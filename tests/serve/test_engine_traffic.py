@@ -15,15 +15,7 @@ from hfaccel.serve.engine import Engine
 from hfaccel.serve.requests import Options, Refused, Request, State
 from hfaccel.serve.scheduler import Limits
 
-
-@pytest.fixture(autouse=True)
-def _strict(monkeypatch):
-    monkeypatch.setenv("HFACCEL_STRICT", "1")
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return patched()
+pytestmark = pytest.mark.usefixtures("strict")
 
 
 class Traffic:
@@ -111,7 +103,7 @@ def known(model, count=14, seed=3):
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority"])
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("chunked", [True, False])
-def test_random_traffic(llama, policy, preemption, chunked):
+def test_random_traffic(model, policy, preemption, chunked):
     """At any step: right answers in the end, and every page is back."""
     limits = Limits(
         token_budget=13,
@@ -121,8 +113,8 @@ def test_random_traffic(llama, policy, preemption, chunked):
         preemption=preemption,
         swap_bytes=16_000,  # not enough for all
     )
-    engine = Engine(llama, pages=18, limits=limits, clock=itertools.count().__next__)
-    traffic = Traffic(engine, known(llama), f"{policy}{preemption}{chunked}", errors=0.02)
+    engine = Engine(model, pages=18, limits=limits, clock=itertools.count().__next__)
+    traffic = Traffic(engine, known(model), f"{policy}{preemption}{chunked}", errors=0.02)
     for _ in range(160):
         traffic.step()
     traffic.check()
@@ -173,9 +165,9 @@ def test_soak():
     assert early is not None and resident_bytes() <= early * 1.05
 
 
-def test_threads_submit_while_another_steps(llama):
+def test_threads_submit_while_another_steps(model):
     engine, prompts = (
-        Engine(llama, pages=60, limits=Limits(token_budget=16)),
+        Engine(model, pages=60, limits=Limits(token_budget=16)),
         [prompt_of(n) for n in range(3, 15)],
     )
     requests = [Request(prompt, Options(max_new_tokens=5)) for prompt in prompts]
@@ -199,8 +191,8 @@ def test_threads_submit_while_another_steps(llama):
     check_pages_are_back(engine)
 
 
-def test_cancelled_requests_free_their_pages_at_the_next_step(llama):
-    engine = Engine(llama, pages=50, limits=Limits(max_running=2, token_budget=8))
+def test_cancelled_requests_free_their_pages_at_the_next_step(model):
+    engine = Engine(model, pages=50, limits=Limits(max_running=2, token_budget=8))
     long = Request(prompt_of(30, 1), Options(max_new_tokens=9))
     short, queued, unseen = (Request(prompt_of(5, n), Options(max_new_tokens=9)) for n in (2, 3, 4))
     for request in (short, long, queued):

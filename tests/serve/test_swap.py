@@ -13,17 +13,8 @@ from hfaccel.serve.scheduler import Limits
 from hfaccel.serve.swap import SwapSpace
 from hfaccel_kernels.layouts import Layout
 
+pytestmark = pytest.mark.usefixtures("strict")
 SHAPES = ((2, 8, 8), (1, 16, 4))  # heads and sizes of K and V, of two layers
-
-
-@pytest.fixture(autouse=True)
-def _strict(monkeypatch):
-    monkeypatch.setenv("HFACCEL_STRICT", "1")
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return patched()
 
 
 def filled(bits=None, dtype=torch.float32, pages=12):
@@ -168,12 +159,12 @@ def test_no_token_is_computed_twice(variant):
 
 
 @exact
-def test_drawn_requests_go_on_with_their_draws(llama):
+def test_drawn_requests_go_on_with_their_draws(model):
     options = [Options(max_new_tokens=20, temperature=1.0, top_p=0.9, seed=n) for n in range(6)]
     prompts = [prompt_of(5 + n, n) for n in range(6)]
     asked = list(zip(prompts, options, strict=True))
-    alone = [run(Engine(llama, pages=50), Request(*ask))[0].output for ask in asked]
-    engine = Engine(llama, pages=14, limits=Limits(token_budget=6, preemption="swap"))
+    alone = [run(Engine(model, pages=50), Request(*ask))[0].output for ask in asked]
+    engine = Engine(model, pages=14, limits=Limits(token_budget=6, preemption="swap"))
     assert [request.output for request in run(engine, *(Request(*ask) for ask in asked))] == alone
     assert engine.scheduler.swap.restored
     check_pages_are_back(engine)
@@ -193,8 +184,8 @@ def swapped(model, **kwargs):
     return engine, slow, fast
 
 
-def test_a_cancelled_request_lets_go_of_its_copy(llama):
-    engine, slow, fast = swapped(llama)
+def test_a_cancelled_request_lets_go_of_its_copy(model):
+    engine, slow, fast = swapped(model)
     engine.cancel(slow)
     engine.step()
     assert slow.state is State.CANCELLED and engine.stats()["swapped_bytes"] == 0
@@ -204,8 +195,8 @@ def test_a_cancelled_request_lets_go_of_its_copy(llama):
 
 
 @pytest.mark.parametrize("end", ["fail_all", "close"])
-def test_the_end_of_all_lets_go_of_copies(llama, end):
-    engine, slow, fast = swapped(llama)
+def test_the_end_of_all_lets_go_of_copies(model, end):
+    engine, slow, fast = swapped(model)
     engine.close() if end == "close" else engine.fail_all(RuntimeError("out of luck"))
     assert slow.state.over and fast.state.over
     check_pages_are_back(engine)
@@ -213,14 +204,14 @@ def test_the_end_of_all_lets_go_of_copies(llama, end):
 
 @exact
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_a_failed_step_leaves_those_that_wait_their_copies(llama, prefix_cache, monkeypatch):
-    engine, slow, fast = swapped(llama, prefix_cache=prefix_cache)
+def test_a_failed_step_leaves_those_that_wait_their_copies(model, prefix_cache, monkeypatch):
+    engine, slow, fast = swapped(model, prefix_cache=prefix_cache)
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_run", lambda step: 1 / 0)
         engine.step()
     assert isinstance(fast.error, ZeroDivisionError) and engine.stats()["swapped_bytes"]
     engine.drain()
-    assert slow.output == solo(llama, slow.prompt, 12)
+    assert slow.output == solo(model, slow.prompt, 12)
     check_pages_are_back(engine)
 
 
