@@ -80,7 +80,6 @@ _REALS = ("epsilon", "softcapping", "freq_base", "freq_base_swa", "factor", "sca
 _DIVISORS = ("freq_base", "freq_base_swa", "attn_factor")  # 0 means nothing
 _TEXTS = ("scaling.type", "tensor_data_layout")
 _LISTS = ("sliding_window_pattern",)
-_NONE = (0,)  # of what there may be none of
 _LARGEST = float(numpy.finfo(numpy.float32).max)
 
 
@@ -95,13 +94,13 @@ def _checked(key: str, value: Any, default: Any) -> Any:
     elif key.endswith(_REALS):
         good = type(value) in (int, float) and 0 <= value <= _LARGEST
         value = shortest(value) if good else value
-        if value in _NONE and key.endswith(_DIVISORS):
+        if value == 0 and key.endswith(_DIVISORS):
             good = False
-        elif value in _NONE and key.endswith(("softcapping", "scaling.factor", "scale_linear")):
+        elif value == 0 and key.endswith(("softcapping", "scaling.factor", "scale_linear")):
             return default
     else:
         good = type(value) is int and 0 < value < 1 << 31
-        if value in _NONE and key.endswith(("expert_count", "sliding_window")):
+        if value == 0 and key.endswith("sliding_window"):
             return default
     if not good:
         text = f"{len(value)} values" if isinstance(value, list) else repr(value)

@@ -6,6 +6,7 @@ merges are not in a file: they are every pair of tokens that makes a token, the 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,8 @@ from hfaccel.formats.gguf_vocab import (
     USER_DEFINED,
     WHOLE_WORDS,
 )
+
+log = logging.getLogger("hfaccel")
 
 # Names of files that mean what another name does.
 _SAME = {
@@ -140,6 +143,10 @@ def _byte_level(
         if any(part not in vocabulary for part in (left, right, left + right)):
             raise GGUFError(f"tokenizer.ggml.merges: {text[:100]!r} is not made of tokens, or makes none")
         merges.append((left, right))
+    if "tokenizer.ggml.pre" not in metadata:
+        log.warning(
+            "tokenizer.ggml.pre is missing: texts are cut by llama.cpp's default pattern, no model's own"
+        )
     whole = _pattern_name(metadata) in WHOLE_WORDS
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole))
     steps = _pattern(_pattern_name(metadata))

@@ -1,13 +1,17 @@
 """Damaged headers: each is read as what it says or refused with a PatchError, and nothing large is made."""
 
 import logging
+import math
 import random
 import struct
 import tracemalloc
 
 import psutil
 import pytest
+import torch
 
+from gguf_bytes import File, Tensor
+from gguf_models import written
 from hfaccel.errors import PatchError
 from hfaccel.formats import gguf_out
 from hfaccel.formats.gguf import GGUFModel
@@ -82,6 +86,41 @@ def run(whole, path, count, seed, load_every, caplog):
     assert count // 4 < refused < count  # both happen: the damage is neither trivial nor total
     assert peak < 20_000_000
     assert psutil.Process().memory_info().rss - before < 300_000_000
+
+
+FAMILIES = {
+    "llama": {},
+    "mixtral": {},
+    "qwen3": {},
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "phi3": {},
+    "gpt2": {},
+    "falcon": {},
+    "starcoder2": {},
+}
+VALUES = (0, 3, 2**31 - 1, 0.0, math.nan, "x", [1, 2])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_value_of_any_key(family, tmp_path):
+    """A model is made of it, or an error names the file and most often the key."""
+    file = GGUFFile(written(tiny(family, **FAMILIES[family]), tmp_path / "m.gguf"))
+    kept = {name: file.rows(name).numpy().tobytes() for name in file.tensors}
+    tensors = [Tensor(t.name, t.shape, t.type.number, kept[t.name]) for t in file.tensors.values()]
+    path, refused, named, tried = tmp_path / "bad.gguf", 0, 0, 0
+    for key in file.metadata:
+        if not key.startswith("general."):
+            for value in VALUES:
+                metadata = [*(item for item in file.metadata.items() if item[0] != key), (key, value)]
+                path.write_bytes(File(metadata, tensors).bytes())
+                tried += 1
+                try:
+                    GGUFModel(path).dense(torch.float32)
+                except PatchError as error:
+                    assert str(path) in str(error), error
+                    refused += 1
+                    named += key in str(error)
+    assert refused > tried // 2 and named > refused // 2
 
 
 def test_damaged_headers(whole, tmp_path, caplog):

@@ -101,13 +101,14 @@ def test_smaug_and_dbrx_cut_like_llama_3_and_do_nothing_else_like_it():
 
 
 @pytest.mark.parametrize("change", [{"tokenizer.ggml.pre": "default"}, {"tokenizer.ggml.pre": None}])
-def test_a_file_that_names_no_pattern_is_cut_as_llama_cpp_cuts_it(change):
+def test_a_file_that_names_no_pattern_is_cut_as_llama_cpp_cuts_it(change, caplog):
     metadata = metadata_of(tokenizer := byte_level(), len(tokenizer)) | change
     metadata = {key: value for key, value in metadata.items() if value is not None}
     cut = read_tokenizer(metadata).backend_tokenizer.pre_tokenizer.pre_tokenize_str
     pieces = [piece for piece, _ in cut("it's (a) $5, 12345 x\n\n y  z")]
     wanted = ["it", "'", "s", "Ġ", "(", "a", ")", "Ġ", "$", "5", ",", "Ġ", "123", "45", "Ġx", "ĊĊ", "Ġy"]
     assert pieces == [*wanted, "Ġ", "Ġz"]
+    assert ("tokenizer.ggml.pre is missing" in caplog.text) is (change["tokenizer.ggml.pre"] is None)
 
 
 @pytest.mark.parametrize("text", ["{bos}", "{", "a:b", "$A", "$0:1", "%s", ":"])
