@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from reprlib import repr as shown  # long text and lists cut short
 from typing import Any
 
 import torch
@@ -124,7 +125,7 @@ class GGUFModel:
     def _token_id(self, name: str) -> int | None:
         value = self.file.metadata.get(f"tokenizer.ggml.{name}_token_id")
         if value is not None and (type(value) is not int or not 0 <= value < 1 << 31):
-            raise GGUFError(f"tokenizer.ggml.{name}_token_id is {value!r}")
+            raise GGUFError(f"tokenizer.ggml.{name}_token_id is {shown(value)}")
         return value
 
     def _sources(self) -> dict[str, Source]:

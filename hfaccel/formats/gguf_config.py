@@ -8,6 +8,7 @@ and a config that says otherwise is refused.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from reprlib import repr as shown  # long text and lists cut short
 from typing import Any
 
 import numpy
@@ -103,7 +104,7 @@ def _checked(key: str, value: Any, default: Any) -> Any:
         if value == 0 and key.endswith("sliding_window"):
             return default
     if not good:
-        text = f"{len(value)} values" if isinstance(value, list) else repr(value)
+        text = f"{len(value)} values" if isinstance(value, list) else shown(value)
         raise GGUFError(f"{key} is {text}")
     return value
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from reprlib import repr as shown  # long text and lists cut short
 from typing import Any
 
 import torch
@@ -300,7 +301,7 @@ def architecture_of_file(metadata: Metadata) -> Architecture:
     found = next((row for row in ARCHITECTURES.values() if row.gguf == name), None)
     if found is None:
         known = ", ".join(sorted({row.gguf for row in ARCHITECTURES.values()}))
-        raise UnsupportedModel(f"general.architecture is {name!r}; known are {known}")
+        raise UnsupportedModel(f"general.architecture is {shown(name)}; known are {known}")
     return found
 
 

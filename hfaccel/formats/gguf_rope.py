@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from reprlib import repr as shown  # long text and lists cut short
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def rope_of(row: Architecture, get: Any, rope: Mapping[str, list[float]], head: 
             if length is None:
                 raise GGUFError(f"{row.gguf}.rope.scaling.original_context_length is missing")
             if kind not in ("none", "longrope"):
-                raise UnsupportedModel(f"{row.gguf}.rope.scaling.type is {kind!r} beside {found[0]}")
+                raise UnsupportedModel(f"{row.gguf}.rope.scaling.type is {shown(kind)} beside {found[0]}")
             out["original_max_position_embeddings"] = length
             return theta | {
                 "rope_type": "longrope",
@@ -81,11 +82,11 @@ def rope_of(row: Architecture, get: Any, rope: Mapping[str, list[float]], head: 
         if attention != 1.0:
             scaled["attention_factor"] = attention * yarn_attention(factor)
     else:
-        raise UnsupportedModel(f"{row.gguf}.rope.scaling.type is {kind!r}; known are none, linear, yarn")
+        raise UnsupportedModel(f"{row.gguf}.rope.scaling.type is {shown(kind)}; known are none, linear, yarn")
     if attention != 1.0 and kind != "yarn":
         raise UnsupportedModel(f"{row.gguf}.rope.scaling.attn_factor is {attention}: {kind} has none")
     if "rope_freqs.weight" in rope and kind != "none":
-        raise UnsupportedModel(f"{row.gguf}.rope.scaling.type is {kind!r} beside rope_freqs.weight")
+        raise UnsupportedModel(f"{row.gguf}.rope.scaling.type is {shown(kind)} beside rope_freqs.weight")
     if row.model_type == "gemma3_text":
         local = get("rope.freq_base_swa", 10000.0)
         return {

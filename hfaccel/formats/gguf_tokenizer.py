@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from reprlib import repr as shown  # long text and lists cut short
 from typing import Any
 
 from hfaccel.errors import UnsupportedModel
@@ -77,7 +78,7 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> Any:
 
     algorithm = _get(metadata, "ggml.model", str)
     if algorithm not in ("gpt2", "llama"):
-        raise UnsupportedModel(f"tokenizer.ggml.model is {algorithm!r}; known are gpt2, llama")
+        raise UnsupportedModel(f"tokenizer.ggml.model is {shown(algorithm)}; known are gpt2, llama")
     tokens = _get(metadata, "ggml.tokens", list, of=str)
     if not tokens:
         raise GGUFError("tokenizer.ggml.tokens is empty")
@@ -127,7 +128,9 @@ def _special(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, int]:
         if place is None:
             continue
         if type(place) is not int or not 0 <= place < len(tokens):
-            raise GGUFError(f"tokenizer.ggml.{theirs}_token_id is {place!r}, there are {len(tokens)} tokens")
+            raise GGUFError(
+                f"tokenizer.ggml.{theirs}_token_id is {shown(place)}, there are {len(tokens)} tokens"
+            )
         out[ours] = place
     return out
 
@@ -164,7 +167,7 @@ def _pattern_name(metadata: Mapping[str, Any]) -> str:
 def _pattern(name: str) -> tuple:
     if (steps := _STEPS.get(name)) is None:
         names = ", ".join(sorted({*_STEPS, *_SAME}))
-        raise UnsupportedModel(f"tokenizer.ggml.pre is {name!r}; known are {names}")
+        raise UnsupportedModel(f"tokenizer.ggml.pre is {shown(name)}; known are {names}")
     return steps
 
 

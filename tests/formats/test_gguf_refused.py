@@ -88,6 +88,23 @@ def test_metadata_that_is_wrong_is_named(sound, metadata, error, words):
         hfaccel.from_pretrained(rewritten(sound, metadata))
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "general.architecture",
+        "llama.rope.scaling.type",
+        "llama.attention.head_count",
+        "llama.rope.freq_base",
+        "tokenizer.ggml.eos_token_id",
+    ],
+)
+@pytest.mark.parametrize("value", ["long " * 100_000, [7] * 100_000], ids=["text", "list"])
+def test_a_message_does_not_hold_the_whole_value(sound, key, value):
+    with pytest.raises(PatchError, match=f"changed.gguf: {key} is ") as caught:
+        hfaccel.from_pretrained(rewritten(sound, {key: value}))
+    assert len(str(caught.value)) < 500
+
+
 @pytest.mark.parametrize("name", ["token_embd.weight", "output_norm.weight", "blk.1.ffn_up.weight"])
 def test_a_missing_tensor_is_named_and_nothing_is_drawn_at_random(sound, name):
     with pytest.raises(GGUFError, match=f"changed.gguf: tensor {name} is missing"):
