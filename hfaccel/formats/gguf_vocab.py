@@ -14,17 +14,16 @@ error and give other tokens.
 from __future__ import annotations
 
 import json
-import logging
+import re
 from typing import Any
 
 from hfaccel.errors import UnsupportedModel
-
-log = logging.getLogger("hfaccel")
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 # Of transformers, of GGUF.
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
 
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 _CASES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -137,15 +136,11 @@ def _scores(tokens: list[str | None], kinds: list[int], model: dict, ranks: list
     for place, text in enumerate(tokens):
         if text is not None and kinds[place] in (NORMAL, CONTROL) and text == unknown:
             kinds[place] = UNKNOWN
-        elif text is not None and kinds[place] == NORMAL and _is_byte(text):
+        elif text is not None and kinds[place] == NORMAL and _BYTE.fullmatch(text):
             kinds[place] = BYTE
         made = kinds[place] in (NORMAL, USER_DEFINED)  # readers merge what makes a token, added or not
         out.append(-float(rank.get(text, len(ranks) + place)) if made else 0.0)
     return out
-
-
-def _is_byte(text: str) -> bool:
-    return len(text) == 6 and text.startswith("<0x") and text.endswith(">")
 
 
 def _pattern(described: dict[str, Any]) -> str:
