@@ -29,6 +29,7 @@ from hfaccel.formats.gguf_names import Architecture, architecture_of_file, pairs
 from hfaccel.formats.gguf_pack import GRIDS, layout_of
 from hfaccel.formats.gguf_rope import ROPE_TENSORS
 from hfaccel.formats.gguf_source import Lazy, Source, is_matrix
+from hfaccel.formats.gguf_vocab import USUAL_IDS
 from hfaccel.mapped import drop_pages
 from hfaccel.recipe import PatchConfig
 
@@ -123,7 +124,9 @@ class GGUFModel:
                 drop_pages(rows, str(self.path))
 
     def _token_id(self, name: str) -> int | None:
-        value = self.file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        metadata = self.file.metadata
+        usual = USUAL_IDS if metadata.get("tokenizer.ggml.model") == "llama" else {}
+        value = metadata.get(f"tokenizer.ggml.{name}_token_id", usual.get(name))
         if value is not None and (type(value) is not int or not 0 <= value < 1 << 31):
             raise GGUFError(f"tokenizer.ggml.{name}_token_id is {shown(value)}")
         return value

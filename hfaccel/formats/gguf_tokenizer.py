@@ -23,6 +23,7 @@ from hfaccel.formats.gguf_vocab import (
     SPECIAL,
     UNKNOWN,
     USER_DEFINED,
+    USUAL_IDS,
     WHOLE_WORDS,
 )
 
@@ -123,8 +124,9 @@ def _get(
 
 def _special(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, int]:
     out = {}
+    usual = USUAL_IDS if metadata["tokenizer.ggml.model"] == "llama" else {}
     for ours, theirs in SPECIAL.items():
-        place = metadata.get(f"tokenizer.ggml.{theirs}_token_id")
+        place = metadata.get(f"tokenizer.ggml.{theirs}_token_id", usual.get(theirs))
         if place is None:
             continue
         if type(place) is not int or not 0 <= place < len(tokens):

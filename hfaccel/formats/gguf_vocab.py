@@ -22,6 +22,8 @@ from hfaccel.errors import UnsupportedModel
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 # Of transformers, of GGUF.
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
+# Of GGUF: what llama.cpp takes where a file of the model "llama" does not say.
+USUAL_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _CASES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"

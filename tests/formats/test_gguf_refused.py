@@ -135,6 +135,12 @@ def test_a_file_that_was_joined_from_several_is_read(sound):
     assert type(model) is LlamaForCausalLM
 
 
+@pytest.mark.parametrize("model, ids", [("llama", (1, 2, None)), ("gpt2", (None, None, None))])
+def test_ends_of_a_file_that_names_none(sound, model, ids):
+    config = hfaccel.from_pretrained(rewritten(sound, {"tokenizer.ggml.model": model})).config
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == ids
+
+
 @pytest.mark.parametrize("name", ["ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"])
 @pytest.mark.parametrize("variant", ["F32", "Q8_0"])
 def test_experts_that_are_not_there_or_no_experts(name, variant, tmp_path):

@@ -111,6 +111,16 @@ def test_a_file_that_names_no_pattern_is_cut_as_llama_cpp_cuts_it(change, caplog
     assert ("tokenizer.ggml.pre is missing" in caplog.text) is (change["tokenizer.ggml.pre"] is None)
 
 
+def test_sentencepieces_usual_tokens_are_taken_where_a_file_names_none():
+    named = metadata_of(tokenizer := sentence_piece(), len(tokenizer))
+    metadata = {key: value for key, value in named.items() if not key.endswith("_token_id")}
+    del metadata["tokenizer.ggml.add_bos_token"]
+    found = read_tokenizer(metadata)
+    assert (found.bos_token_id, found.eos_token_id, found.unk_token_id) == (1, 2, 0)
+    assert found("the then").input_ids == tokenizer("the then").input_ids
+    assert read_tokenizer(metadata | {"tokenizer.ggml.bos_token_id": 7})("the").input_ids[0] == 7
+
+
 @pytest.mark.parametrize("text", ["{bos}", "{", "a:b", "$A", "$0:1", "%s", ":"])
 def test_start_tokens_of_any_text(text):
     metadata = metadata_of(tokenizer := byte_level(bos=True), len(tokenizer))
