@@ -17,30 +17,15 @@ from hfaccel.serve.requests import Score
 from hfaccel.serve.server import Answer, Part
 
 
-def usage(answers: Answers) -> dict[str, Any]:
-    """Tokens of prompts, each counted once, and of answers, of which `best_of` shows some."""
-    done = [choice for choice in answers.choices if choice.answer is not None]
-    first: dict[int, Choice] = {}
-    for choice in done:
-        first.setdefault(id(choice.prompt), choice)
-    prompt = sum(len(choice.prompt) for choice in first.values())
-    cached = sum(choice.answer.cached_tokens for choice in first.values())
-    count = sum(len(choice.answer.ids) for choice in done)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": count,
-        "total_tokens": prompt + count,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
 class Form:
     """What completions and chat have in common.
 
     Args:
         model: its name as the client gave it. with_usage: a stream's last chunk has the usage.
+    Attributes: dropped: answers are not shown, for max_tokens: 0.
     """
 
+    dropped = False
     prefix, whole_kind, chunk_kind = "", "", ""
 
     def __init__(self, answers: Answers, model: str, pieces: Pieces | None, *, with_usage: bool = False):
@@ -49,7 +34,7 @@ class Form:
 
     def whole(self) -> dict[str, Any]:
         choices = [self.choice(choice) for choice in self.answers.choices]
-        return {**self._fixed, "object": self.whole_kind, "choices": choices, "usage": usage(self.answers)}
+        return {**self._fixed, "object": self.whole_kind, "choices": choices, "usage": self.usage()}
 
     def head(self) -> Iterator[dict[str, Any]]:
         return iter(())
@@ -64,7 +49,23 @@ class Form:
 
     def tail(self) -> Iterator[dict[str, Any]]:
         if self.with_usage:
-            yield {**self._fixed, "object": self.chunk_kind, "choices": [], "usage": usage(self.answers)}
+            yield {**self._fixed, "object": self.chunk_kind, "choices": [], "usage": self.usage()}
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens of prompts, each counted once, and of answers, of which `best_of` shows some."""
+        done = [choice for choice in self.answers.choices if choice.answer is not None]
+        first: dict[int, Choice] = {}
+        for choice in done:
+            first.setdefault(id(choice.prompt), choice)
+        prompt = sum(len(choice.prompt) for choice in first.values())
+        cached = sum(choice.answer.cached_tokens for choice in first.values())
+        count = 0 if self.dropped else sum(len(choice.answer.ids) for choice in done)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": count,
+            "total_tokens": prompt + count,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
 
     def choice(self, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
@@ -82,7 +83,7 @@ class CompletionForm(Form):
 
     Args:
         echoes: text of each prompt where it comes before the answer, by the choice's index. scored:
-            log-probabilities are asked for. dropped: the answer is not shown, for max_tokens: 0.
+            log-probabilities are asked for.
         best_of, n: choices of each prompt, and how many of them are shown.
     """
 
@@ -101,9 +102,6 @@ class CompletionForm(Form):
         made = super().whole()
         if self.best_of > self.n:
             made["choices"] = self._best(made["choices"])
-        if self.dropped:
-            made["usage"]["total_tokens"] -= made["usage"]["completion_tokens"]
-            made["usage"]["completion_tokens"] = 0
         return made
 
     def choice(self, choice: Choice) -> dict[str, Any]:
