@@ -336,9 +336,10 @@ class Server:
                 try:
                     if self.engine.step():
                         continue
-                except Exception as error:
+                except BaseException as error:  # a panic in a library's Rust is no Exception
                     log.exception("the engine failed in a step")
-                    self.engine.fail_all(error)
+                    told = error if isinstance(error, Exception) else RuntimeError(repr(error))
+                    self.engine.fail_all(told)
                     continue
                 self._wake.wait()
                 self._wake.clear()
