@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Annotated
@@ -51,6 +52,10 @@ def serve(
     token_budget: Annotated[
         int, typer.Option(min=1, help="Tokens of a step: more is more throughput, less is a steadier stream.")
     ] = 512,
+    stretch: Annotated[
+        float,
+        typer.Option(min=1.01, help="How many times as long prompts may make a step of streams; inf: any."),
+    ] = 1.8,
     policy: Annotated[str, typer.Option(help="Who is first: fcfs, sjf or priority.")] = "fcfs",
     memory: Annotated[float, typer.Option(help="Share of the memory for weights, keys and values.")] = 0.9,
     pages: Annotated[
@@ -120,6 +125,7 @@ def serve(
         policy=policy,
         token_budget=token_budget,
         max_running=max_running,
+        stretch=None if math.isinf(stretch) else stretch,
     ) as server:
         server.generate(
             [0], max_new_tokens=2, ignore_eos=True

@@ -22,7 +22,6 @@ LINEARS = (
     "up_proj",
     "down_proj",
 )
-SIZE = 0.02  # of the values: answers change, and stay finite
 
 
 def random_adapters(
@@ -32,10 +31,12 @@ def random_adapters(
     *,
     rank: int = 16,
     targets: Iterable[str] = ("q_proj", "v_proj"),
+    size: float = 0.02,
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, Path]:
     """Write a folder a name below `place`; every linear of the layers whose last name is in `targets` is one.
 
+    Args: size: standard deviation of the values; at the default answers change, and stay finite.
     Returns: name -> folder. Raises: PatchError if there is no such linear.
     """
     targets = list(targets)
@@ -50,7 +51,7 @@ def random_adapters(
         tensors = {}
         for module, (rows, columns) in found.items():
             for side, shape in (("A", (rank, columns)), ("B", (rows, rank))):
-                values = torch.randn(shape, generator=draw) * SIZE
+                values = torch.randn(shape, generator=draw) * size
                 tensors[f"base_model.model.{module}.lora_{side}.weight"] = values.to(dtype)
         made[name] = Path(place) / name
         made[name].mkdir(parents=True)

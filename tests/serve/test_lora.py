@@ -10,6 +10,7 @@ import torch
 from engines import exact, prompt_of
 from hfaccel.generate import mixin
 from hfaccel.lora.adapters import BadAdapter
+from hfaccel.measure.adapters import random_adapters
 from hfaccel.serve.budget import measured_kv_bytes_per_token
 from hfaccel.serve.engine import Engine
 from hfaccel.serve.requests import Options, Refused, Request, State
@@ -323,29 +324,28 @@ def test_bad_adapters_change_nothing(known, tmp_path):
     assert sorted(engine.adapters) == ["a", "b", "c"]
 
 
-def test_many_adapters_few_slots_under_random_traffic(known, tmp_path):
+def test_500_adapters_in_32_slots_under_random_traffic(known, tmp_path):
     """CASES L5: far more adapters than slots; each keeps being served, correct, from any thread."""
     model, _, _ = known
-    count = 24
-    for n in range(count):
-        adapter(tiny("llama"), tmp_path / str(n), seed=100 + n, targets=QV, r=1 + n % 5)
-    with Server(
-        model, pages=64, lora_slots=3, adapters={str(n): tmp_path / str(n) for n in range(count)}
-    ) as server:
+    count = 500
+    names = [str(n) for n in range(count)]
+    folders = random_adapters(model, tmp_path, names, rank=3, targets=QV, size=0.3)
+    with Server(model, pages=400, lora_slots=32, adapters=folders) as server:
         prompts = [prompt_of(6 + n % 3, seed=n % 3) for n in range(count)]
         want = [
-            server.generate(prompt, adapter=str(n), max_new_tokens=4, ignore_eos=True).ids
-            for n, prompt in enumerate(prompts)
+            server.generate(prompt, adapter=name, max_new_tokens=4, ignore_eos=True).ids
+            for name, prompt in zip(names, prompts, strict=True)
         ]
         wrong = []
 
         def client(seed):
             draw = random.Random(seed)
-            for _ in range(12):
-                n = draw.randrange(count)
-                got = server.generate(prompts[n], adapter=str(n), max_new_tokens=4, ignore_eos=True).ids
-                if got != want[n]:
-                    wrong.append((n, got, want[n]))
+            for _ in range(4):
+                chosen = [draw.randrange(count) for _ in range(12)]
+                options = [{"adapter": names[n]} for n in chosen]
+                some = [prompts[n] for n in chosen]
+                got = server.generate(some, options, max_new_tokens=4, ignore_eos=True)
+                wrong.extend((n, one.ids) for n, one in zip(chosen, got, strict=True) if one.ids != want[n])
 
         threads = [threading.Thread(target=client, args=(seed,)) for seed in range(6)]
         for thread in threads:
@@ -353,5 +353,7 @@ def test_many_adapters_few_slots_under_random_traffic(known, tmp_path):
         for thread in threads:
             thread.join()
         assert not wrong
-        assert server.engine.slots.stats()["in_use"] == 0 and len(server.adapters()) == count
+        slots = server.engine.slots.stats()
+        assert slots["loaded"] == 32 and slots["loads"] > count and slots["in_use"] == 0
+        assert len(server.adapters()) == count
         assert len({tuple(ids) for ids in want}) > count // 2
