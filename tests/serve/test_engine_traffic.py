@@ -11,6 +11,8 @@ import weakref
 import pytest
 
 from engines import check_pages_are_back, exact, mixed, patched, prompt_of, run, solo
+from hfaccel.lora.adapters import BadAdapter
+from hfaccel.measure.adapters import random_adapters
 from hfaccel.serve.engine import Engine
 from hfaccel.serve.requests import Options, Refused, Request, State
 from hfaccel.serve.scheduler import Limits
@@ -22,17 +24,23 @@ class Traffic:
     """Random submissions, cancels, refusals and errors at any step of one engine; every answer is known.
 
     Args:
-        asked: prompts, how many new tokens, and what these are alone. errors: share of steps that fail.
+        asked: prompts, options, adapters, and what these give alone. errors: share of steps that fail.
+        folders: of adapters, loaded, replaced by themselves and unloaded at any step.
     """
 
-    def __init__(self, engine, asked, seed, *, errors=0.0):
+    def __init__(self, engine, asked, seed, *, errors=0.0, folders=None):
         self.engine, self.asked, self.draw, self.errors = engine, asked, random.Random(seed), errors
+        self.folders = folders or {}
         self.every: list[tuple[Request, list[int]]] = []
 
     def submit(self):
         draw = self.draw
-        prompt, options, want = draw.choice(self.asked)
-        request = Request(prompt, options, priority=draw.randrange(3))
+        prompt, options, adapter, want = draw.choice(self.asked)
+        request = Request(prompt, options, priority=draw.randrange(3), adapter=adapter)
+        if adapter is not None and adapter not in self.engine.adapters:
+            with pytest.raises(Refused, match="adapter"):
+                self.engine.submit(request)
+            return
         if draw.random() < 0.05:
             request.listener = lambda request, token: 1 / 0
         self.every.append((self.engine.submit(request), want))
@@ -46,12 +54,25 @@ class Traffic:
                 engine.submit(Request(prompt_of(20), Options(max_new_tokens=400)))
         if self.every and draw.random() < 0.1:
             engine.cancel(draw.choice(self.every)[0])
+        if self.folders and draw.random() < 0.1:
+            self.swap()
         if draw.random() < self.errors:
             self.fail()
         else:
             engine.step()
         held = [r for r in engine.scheduler.running if r.sequence is None]
         assert not held and engine.pool.free_pages >= 0
+
+    def swap(self):
+        """An adapter goes, comes or is replaced; a folder that is none changes nothing."""
+        name = self.draw.choice([*self.folders, "broken"])
+        if name == "broken":
+            with pytest.raises(BadAdapter):
+                self.engine.load_adapter(name, os.devnull)
+        elif name in self.engine.adapters and self.draw.random() < 0.5:
+            self.engine.unload_adapter(name)
+        else:
+            self.engine.load_adapter(name, self.folders[name])
 
     def fail(self):
         """A step whose computation fails, before or after it has written to pages."""
@@ -82,20 +103,26 @@ class Traffic:
             elif request.state is State.FAILED:
                 assert isinstance(request.error, (ConnectionError, ZeroDivisionError))
         check_pages_are_back(self.engine)
+        assert self.engine.slots.stats()["in_use"] == 0
 
 
-def known(model, count=14, seed=3):
-    """Greedy requests with the answers of `generate`, drawn ones with those that they get alone, and prompts
-    of whole pages."""
-    asked = [(prompt, Options(max_new_tokens=new), want) for prompt, new, want in mixed(model, count, seed)]
-    alone = Engine(model, pages=50)
-    for n, options in enumerate(({}, {"top_k": 20}, {"top_p": 0.9}, {"repetition_penalty": 1.3})):
-        options = Options(max_new_tokens=12, temperature=1.0, seed=n, **options)
-        (request,) = run(alone, Request(prompt_of(8 + 4 * n, 50 + n), options))
-        asked.append((request.prompt, options, request.output))
+def known(model, count=14, seed=3, folders=None):
+    """Greedy requests with the answers of `generate`, drawn ones and those with adapters with what they get
+    alone, and prompts of whole pages."""
+    asked = [
+        (prompt, Options(max_new_tokens=new), None, want) for prompt, new, want in mixed(model, count, seed)
+    ]
+    alone = Engine(model, pages=50, adapters=folders, lora_slots=1)
+    settings = ({}, {"top_k": 20}, {"top_p": 0.9}, {"repetition_penalty": 1.3})
+    drawn = [Options(max_new_tokens=12, temperature=1.0, seed=n, **each) for n, each in enumerate(settings)]
+    plain = [Options(max_new_tokens=9)] * 2
+    for adapter in (None, *(folders or ())):
+        for n, options in enumerate(drawn if adapter is None else plain):
+            (request,) = run(alone, Request(prompt_of(8 + 4 * n, 50 + n), options, adapter=adapter))
+            asked.append((request.prompt, options, adapter, request.output))
     for length in (4, 8, 12):
         prompt = prompt_of(length, 99)
-        asked.append((prompt, Options(max_new_tokens=9), solo(model, prompt, 9)))
+        asked.append((prompt, Options(max_new_tokens=9), None, solo(model, prompt, 9)))
     return asked
 
 
@@ -134,10 +161,15 @@ def resident_bytes():
 @pytest.mark.slow
 @pytest.mark.skipif("HFACCEL_SOAK_S" not in os.environ, reason="minutes: HFACCEL_SOAK_S=180 runs it")
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="resident memory is read from /proc")
-def test_soak():
-    """Minutes of traffic (HFACCEL_SOAK_S): after each round no page is held, no request is alive, and the
-    memory of the process stays what it was after a third of the time."""
+@pytest.mark.timeout(0)
+def test_soak(tmp_path):
+    """Minutes of traffic (HFACCEL_SOAK_S): after each round no page and no slot is held, no request is alive,
+    and the memory of the process stays what it was after a third of the time."""
     models = [patched(), patched("gemma2", kv_bits=8)]
+    folders = {
+        model: random_adapters(model, tmp_path / str(n), ["a", "b", "c"], rank=3, size=0.3)
+        for n, model in enumerate(models)
+    }
     every = []
     for model, policy, preemption, prefix in itertools.product(
         models, ("sjf", "priority"), ("recompute", "swap"), (True, False)
@@ -146,12 +178,13 @@ def test_soak():
             token_budget=13, max_running=6, policy=policy, preemption=preemption, swap_bytes=20_000
         )
         clock = itertools.count().__next__
-        every.append((Engine(model, pages=18, limits=limits, prefix_cache=prefix, clock=clock), model))
-    answers = {model: known(model) for model in models}
+        engine = Engine(model, pages=18, limits=limits, prefix_cache=prefix, lora_slots=2, clock=clock)
+        every.append((engine, model))
+    answers = {model: known(model, folders=folders[model]) for model in models}
     seconds, begin, early, rounds = float(os.environ.get("HFACCEL_SOAK_S", 180)), time.monotonic(), None, 0
     while (now := time.monotonic() - begin) < seconds or rounds < 2 * len(every):
         engine, model = every[rounds % len(every)]
-        traffic = Traffic(engine, answers[model], rounds, errors=0.01)
+        traffic = Traffic(engine, answers[model], rounds, errors=0.01, folders=folders[model])
         for _ in range(120):
             traffic.step()
         traffic.check()
