@@ -31,6 +31,8 @@ from hfaccel.serve.server import Server
 from hfaccel.serve.service import Bounds, Service, tell
 from hfaccel.serve.streaming import EventStream, watched
 
+MOST_INPUTS = 2048  # of one request for embeddings, as OpenAI has it
+
 
 def create_app(
     server: Server,
@@ -140,17 +142,20 @@ def _generation(app: FastAPI, service: Service) -> None:
         if body.dimensions is not None and body.dimensions != width:
             raise ApiError(400, f"dimensions is {width} for this model", param="dimensions")
         service.check_priority(body.priority)
-        service.check_count(len(body.input), "input")
+        if len(body.input) > MOST_INPUTS:
+            raise ApiError(400, f"{len(body.input)} inputs; one request has {MOST_INPUTS}", param="input")
         prompts = await service.ids_of(body.input, special=body.add_special_tokens, param="input")
         for prompt in prompts:
             service.room(prompt, None, "input", source="input", least=0)
         options = {"embed": True, "max_new_tokens": 1, "priority": body.priority}
         options |= {} if adapter is None else {"adapter": adapter}
-        choices = choices_of(prompts, 1, options, service.shared_tokens)
-        answers = service.begin(choices, _record(request, body, len(choices)), "input")
-        async with watched(request.receive, answers):
-            await answers.all()
-        rows = [choice.opened.request.embedding for choice in choices]
+        rows, at_once = [], service.server.engine.limits.max_running  # others find a place between
+        for begin in range(0, len(prompts), at_once):
+            choices = choices_of(prompts[begin : begin + at_once], 1, options, service.shared_tokens)
+            answers = service.begin(choices, _record(request, body, len(choices)), "input")
+            async with watched(request.receive, answers):
+                await answers.all()
+            rows += [choice.opened.request.embedding for choice in choices]
         if body.normalize:
             rows = [row / row.norm().clamp_min(1e-12) for row in rows]
         data = [

@@ -238,6 +238,16 @@ def test_embeddings_are_numbers_or_base64(client, http):
     assert math.hypot(*unit) == pytest.approx(1, abs=1e-5)
 
 
+def test_more_embeddings_than_run_and_wait(client):
+    texts = [f"{n} the world" for n in range(600)]
+    got = client.embeddings.create(model="tl", input=texts)
+    assert [one.index for one in got.data] == list(range(600))
+    alone = client.embeddings.create(model="tl", input=texts[599]).data[0].embedding
+    assert got.data[599].embedding == pytest.approx(alone, abs=1e-4)
+    with pytest.raises(openai.BadRequestError, match="2048"):
+        client.embeddings.create(model="tl", input=["a"] * 2049)
+
+
 def test_models_health_version_and_metrics(client, http):
     assert [model.id for model in client.models.list()] == ["tl", "one"]
     assert client.models.retrieve("tl").id == "tl"
