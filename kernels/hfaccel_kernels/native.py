@@ -206,7 +206,8 @@ def _compile(command: tuple[str, ...], flags: tuple[str, ...], target: Path) -> 
 def build(name: str | None = None) -> Path:
     """The library of instruction set `name` (default: the one in use), built unless an intact one is cached.
 
-    Raises: NativeError if there is no compiler, the cache is not ours, or the compiler fails.
+    Raises: NativeError if there is no compiler, the compiler fails, or the cache is not ours, cannot be
+        written or is full.
     """
     name = name or isa()
     found = compiler()
@@ -216,26 +217,32 @@ def build(name: str | None = None) -> Path:
     target = cache_folder() / f"{name}-{_key(*found, flags)}.so"
     if _sealed(target):
         return target
-    with open(target.with_name(f"{name}.lock"), "w") as lock:
-        with contextlib.suppress(OSError):  # a file system without locks: both build, the last replaces
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if not _sealed(target):
-            log.info("building the %s kernels with %s (once)", name, " ".join(found[0]))
-            _compile(found[0], flags, target)
+    try:
+        with open(target.with_name(f"{name}.lock"), "w") as lock:
+            # Not flock: a child forked meanwhile would hold that lock with us, and then wait for itself.
+            with contextlib.suppress(OSError):  # a file system without locks: both build, the last replaces
+                fcntl.lockf(lock, fcntl.LOCK_EX)
+            if not _sealed(target):
+                log.info("building the %s kernels with %s (once)", name, " ".join(found[0]))
+                _compile(found[0], flags, target)
+    except OSError as error:
+        raise NativeError(f"building in {target.parent}: {error}; set HFACCEL_CACHE") from error
     return target
 
 
 _lock = threading.Lock()
 _loaded: dict[str | None, ctypes.CDLL] = {}
 _failed: dict[str, str] = {}
+_forked = False
 
 
-def _new_lock() -> None:
-    global _lock
-    _lock = threading.Lock()
+def _after_fork() -> None:
+    global _lock, _forked
+    _lock = threading.Lock()  # another thread may have been building
+    _forked = True
 
 
-os.register_at_fork(after_in_child=_new_lock)  # a fork may come while another thread builds
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def library(name: str | None = None) -> ctypes.CDLL:
@@ -324,9 +331,23 @@ def packed(layout: Layout) -> dict[str, int | float]:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    lib = ctypes.CDLL(str(path))
+    try:
+        lib = ctypes.CDLL(str(path))
+    except OSError as error:  # mounted noexec, say
+        raise NativeError(f"{error}; set HFACCEL_CACHE") from error
     if lib.hfa_abi() != ABI or lib.hfa_sizeof_weight() != ctypes.sizeof(Weight):
         raise NativeError(f"{path} speaks ABI {lib.hfa_abi()}, wanted {ABI}")
+    if not _forked:  # a child lacks the pool's threads; as where it inherits the library, it runs on one
+        _use_torchs_pool(lib)
+    i32, i64, ptr = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+    lib.hfa_linear.argtypes = [ptr, ptr, i32, i64, i64, ptr, i32, i64, i32]
+    lib.hfa_acts_key.argtypes, lib.hfa_acts_key.restype = [ptr], i64
+    lib.hfa_acts_bytes.argtypes, lib.hfa_acts_bytes.restype = [ptr, i64], i64
+    return lib
+
+
+def _use_torchs_pool(lib: ctypes.CDLL) -> None:
+    """Hand over the entry points of csrc/parallel.h."""
     # dlsym over torch's own dependencies: the runtime that torch runs on, whatever it is called.
     runtime = ctypes.CDLL(torch._C.__file__)
     try:
@@ -338,8 +359,3 @@ def _load(path: Path) -> ctypes.CDLL:
         log.warning("torch runs without OpenMP: C++ kernels use one thread")
     else:
         lib.hfa_set_openmp(*entries)
-    i32, i64, ptr = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
-    lib.hfa_linear.argtypes = [ptr, ptr, i32, i64, i64, ptr, i32, i64, i32]
-    lib.hfa_acts_key.argtypes, lib.hfa_acts_key.restype = [ptr], i64
-    lib.hfa_acts_bytes.argtypes, lib.hfa_acts_bytes.restype = [ptr, i64], i64
-    return lib

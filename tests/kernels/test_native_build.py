@@ -125,6 +125,46 @@ def test_processes_that_build_at_once_do_not_collide(tiny):
     assert len(list((tiny.parent / "cache" / "kernels").glob("*.so"))) == 1
 
 
+@needs_compiler
+def test_a_child_forked_during_a_build_waits_for_it_and_no_longer(tiny, tmp_path):
+    wrapper = tmp_path / "slow-c++"
+    wrapper.write_text(
+        f'#!/bin/sh\ntouch {tmp_path}/begun; sleep 0.5; exec {" ".join(native.compiler()[0])} "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    code = (
+        "import os, sys, threading, time, pathlib; from hfaccel_kernels import native\n"
+        f"native.CSRC = pathlib.Path({str(tiny)!r})\n"
+        f"native.compiler = lambda: (({str(wrapper)!r},), 'slow')\n"
+        "thread = threading.Thread(target=native.build, args=('scalar',)); thread.start()\n"
+        f"while not os.path.exists({str(tmp_path / 'begun')!r}): time.sleep(0.02)\n"
+        "if os.fork() == 0:\n    native.build('scalar'); os._exit(7)\n"
+        "thread.join(); sys.exit(os.waitstatus_to_exitcode(os.wait()[1]) != 7)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_said(tiny):
+    (native.cache_folder() / "scalar.lock").mkdir()  # not even root opens this one for writing
+    with pytest.raises(native.NativeError, match="kernels: .*scalar.lock.*; set HFACCEL_CACHE"):
+        native.build("scalar")
+
+
+@needs_compiler
+def test_a_library_that_cannot_be_loaded_is_said(tiny, monkeypatch, caplog):
+    def refuse(path):
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    monkeypatch.setattr(native, "_loaded", {})
+    monkeypatch.setattr(native, "_failed", {})
+    monkeypatch.setattr(native.ctypes, "CDLL", refuse)
+    assert not native.available("scalar")
+    assert "failed to map segment from shared object; set HFACCEL_CACHE" in native.reason("scalar")
+    assert len(caplog.records) == 1
+
+
 def test_without_a_compiler_torch_serves_and_says_so_once(tmp_path):
     code = (
         "import logging, torch; logging.basicConfig(); from packed import random_packed\n"
@@ -233,6 +273,19 @@ def test_a_forked_child_runs_on_one_thread():
         os._exit(lib.hfa_count_threads(2))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     assert lib.hfa_count_threads(2) == 2
+
+
+@kernels
+def test_a_child_that_loads_the_library_itself_runs_on_one_thread():
+    """Its parent's pool has run, and the child has none of its threads."""
+    code = (
+        "import os, torch; from hfaccel_kernels import native; torch.set_num_threads(2)\n"
+        "torch.randn(1 << 20).exp()\n"
+        "if os.fork() == 0:\n    os._exit(native.library().hfa_count_threads(2))\n"
+        "assert os.waitstatus_to_exitcode(os.wait()[1]) == 1\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_readme_names_every_source():
