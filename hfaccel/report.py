@@ -120,7 +120,9 @@ def build_report(model: nn.Module, state: State) -> Report:
             device = next(module.parameters()).device.type
             backends[key] = explain_backend("qlinear", device, model.dtype, module.layout)
     runs = {"forward": f"the {type(model).__name__} modules", "generate": _generate(model)}
-    return Report(state.config.describe(), state.records, state.skipped, now, before, runs, backends)
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}  # a saved folder names them sorted
+    records = sorted(state.records, key=lambda record: order.get(record.name, len(order)))
+    return Report(state.config.describe(), records, state.skipped, now, before, runs, backends)
 
 
 def _generate(model: nn.Module) -> str:

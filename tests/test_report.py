@@ -52,6 +52,16 @@ def test_report_has_a_row_for_every_grid_under_one_name():
     ]
 
 
+def test_report_of_a_reloaded_folder_has_the_same_rows(tmp_path):
+    model = hfaccel.patch(tied(), "w8a8-nosmooth")
+    model.save_pretrained(tmp_path)
+    first, again = (
+        str(hfaccel.report(m)).split("whole model")[0] for m in (model, hfaccel.from_pretrained(tmp_path))
+    )
+    assert first == again
+    assert "model.layers.*.mlp.up_proj       int8 row with dynamic int8 activations" in first
+
+
 def test_report_of_a_runtime_patch_and_an_encoder():
     assert hfaccel.report(hfaccel.patch(tiny("TL"), "runtime")).to_dict()["modules"] == []
     text = str(hfaccel.report(hfaccel.patch(tiny("bert"), "int8")))

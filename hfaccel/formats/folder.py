@@ -22,7 +22,7 @@ from hfaccel.attention.backend import NAMES
 from hfaccel.checkpoint import in_adapter, packed_kind
 from hfaccel.compat import WRAPPED, plain_name
 from hfaccel.errors import PatchError
-from hfaccel.quant.linear import QuantEmbedding, QuantExperts, QuantLinear, is_conv1d
+from hfaccel.quant.linear import QuantEmbedding, QuantExperts, QuantLinear, describe, is_conv1d
 from hfaccel.saving import check_target, replacing
 from hfaccel.sites import check_materialized
 
@@ -215,7 +215,7 @@ def say_dequantized(model: nn.Module, format: str) -> None:
     for end in ends:
         if end is not None and packed_kind(end):
             name = next(name for name, module in model.named_modules() if module is end)
-            log.warning("%s: %s is written in float: %s files have it so", name, end.extra_repr(), format)
+            log.warning("%s: %s is written in float, as %s files have it", name, describe(end.layout), format)
 
 
 @dataclass(frozen=True)

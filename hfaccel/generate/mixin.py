@@ -78,7 +78,7 @@ def runtime(model: nn.Module) -> Runtime:
     """The runtime that `install` gave the model. Raises: PatchError if it has none."""
     found = vars(model).get(ATTRIBUTE)
     if found is None:
-        raise PatchError(f"{type(model).__name__} is not patched")
+        raise PatchError(f"{type(model).__name__} is not patched; call hfaccel.patch(model) first")
     return found
 
 

@@ -308,7 +308,7 @@ def describe(layout: Layout) -> str:
     if layout.code != "int":
         return f"{layout.code} {group}"
     if layout.act == "token":
-        return f"int8 {group}, {'static' if layout.static else 'dynamic'} int8 activations"
+        return f"int8 {group} with {'static' if layout.static else 'dynamic'} int8 activations"
     if layout.has_minimum:
         return f"int{layout.bits} {group} with minimums"
     return f"int{layout.bits} {group} {'symmetric' if layout.symmetric else 'asymmetric'}"
