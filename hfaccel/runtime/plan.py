@@ -79,6 +79,8 @@ class Matrix:
             shapes["weight"] = ((self.k, self.n) if self.transposed else (self.n, self.k), None)
         else:
             shapes |= self.layout.shapes(self.n, self.k)
+            if why := self.layout.too_long(self.k):
+                raise Unsupported(f"a weight of {self.format}: {why}")
         have = {
             "weight": self.weight,
             "weight_scale": self.scale,
@@ -195,6 +197,16 @@ class Op:
     def need(self, ok: bool, what: str) -> None:
         if not ok:
             raise Unsupported(f"{self.name} ({type(self).__name__}): {what} does not fit")
+
+    def need_tensor(
+        self, tensor: torch.Tensor | None, shape: tuple, what: str, dtypes: tuple = FLOATS
+    ) -> None:
+        """Shape, dtype and place of a tensor that the record points to, or None."""
+        if tensor is None:
+            return
+        self.need(tuple(tensor.shape) == shape and tensor.is_contiguous(), what)
+        self.need(tensor.dtype in dtypes, f"{what} of {tensor.dtype}")
+        self.need(tensor.device.type == "cpu", f"{what} on {tensor.device}")
 
     def need_view(self, plan: Plan, view: View) -> None:
         last = view.offset + (view.count - 1) * view.stride + view.size

@@ -11,7 +11,6 @@ from hfaccel.runtime.plan import (
     ALL,
     ASKED,
     COLS,
-    FLOATS,
     ITEMS,
     ROWS,
     TOKENS,
@@ -25,6 +24,7 @@ from hfaccel.runtime.plan import (
 )
 from hfaccel_kernels.layouts import ROWS as BLOCK_ROWS
 
+_FP32 = (torch.float32,)
 # position = the number in csrc/plan.h
 ACTIVATIONS = ("none", "silu", "gelu_tanh", "gelu_erf", "relu", "quick_gelu", "relu2")
 
@@ -47,8 +47,9 @@ class Embed(Op):
         self.table.check()
         self.need(plan.buffers[self.out].width == self.table.k, "embedding width")
         if self.positions is not None:
-            ok = self.positions.shape[1] == self.table.k and self.positions.is_contiguous()
-            self.need(ok and self.positions.dtype in FLOATS, "position table")
+            self.need(plan.max_positions > 0, "position table")
+            rows = plan.max_positions + self.position_offset
+            self.need_tensor(self.positions, (rows, self.table.k), "position table")
 
     def detail(self):
         learned = "" if self.positions is None else f" + positions {list(self.positions.shape)}"
@@ -68,8 +69,8 @@ class Rope(Op):
     scaling: float = 1.0
 
     def check(self, plan):
-        self.need(self.inv_freq.dtype == torch.float32 and self.inv_freq.is_contiguous(), "inv_freq")
-        self.need(plan.buffers[self.out].width == 2 * self.inv_freq.numel(), "rope width")
+        self.need_tensor(self.inv_freq, (plan.buffers[self.out].width // 2,), "inv_freq", _FP32)
+        self.need(plan.buffers[self.out].width % 2 == 0, "rope width")
 
     def detail(self):
         return f"{self.inv_freq.numel()} frequencies, scaling {self.scaling:g}"
@@ -92,11 +93,7 @@ class Norm(Op):
         self.need_view(plan, self.x)
         self.need(plan.buffers[self.out].width == self.x.count * self.x.size, "norm width")
         for tensor in (self.weight, self.bias):
-            if tensor is not None:
-                self.need(tuple(tensor.shape) == (self.x.size,) and tensor.is_contiguous(), "norm weight")
-                self.need(
-                    tensor.dtype in FLOATS and tensor.device.type == "cpu", f"norm dtype {tensor.dtype}"
-                )
+            self.need_tensor(tensor, (self.x.size,), "norm weight")
 
     def detail(self):
         kind = "layernorm" if self.centered else "rms 1+w" if self.unit_offset else "rms"
@@ -131,8 +128,8 @@ class Scale(Op):
 
     def check(self, plan):
         x, out = plan.buffers[self.x], plan.buffers[self.out]
-        self.need(x.width == out.width == self.scale.numel() and x.rows == out.rows, "scaled width")
-        self.need(self.scale.dtype is torch.float32 and self.scale.is_contiguous(), "scale in fp32")
+        self.need(x.width == out.width and x.rows == out.rows, "scaled width")
+        self.need_tensor(self.scale, (x.width,), "scale", _FP32)
 
     def detail(self):
         return f"b{self.x} -> b{self.out}"
@@ -229,8 +226,7 @@ class Attend(Op):
         self.need(self.q.size <= 512 and self.v.size <= 512, f"head size {self.q.size} (at most 512)")
         self.need(plan.buffers[self.out].width == self.q.count * self.v.size, "attention width")
         for tensor in (self.sinks, self.slopes):
-            ok = tensor is None or (tensor.dtype == torch.float32 and tensor.numel() == self.q.count)
-            self.need(ok and (tensor is None or tensor.is_contiguous()), "sinks or slopes")
+            self.need_tensor(tensor, (self.q.count,), "sinks or slopes", _FP32)
 
     def detail(self):
         extra = f" window {self.window}" if self.window else ""

@@ -27,6 +27,7 @@ class Call(NamedTuple):
     dtype: torch.dtype  # of the activations
     layout: Any = None  # layouts.Layout, or None for a plain weight
     m: int | None = None  # rows, where they are known
+    k: int | None = None  # inputs, where they are known
 
 
 class Backend(NamedTuple):
@@ -69,17 +70,19 @@ def forced() -> str:
     return name
 
 
-def choose(op: str, device: str, dtype: torch.dtype, layout: Any = None, m: int | None = None) -> Backend:
+def choose(
+    op: str, device: str, dtype: torch.dtype, layout: Any = None, m: int | None = None, k: int | None = None
+) -> Backend:
     """The backend that serves such a call; see `Call` for the arguments.
 
     Raises: BackendError if `HFACCEL_BACKEND` names one that cannot.
     """
-    key = (op, device, dtype, layout, m, os.environ.get("HFACCEL_BACKEND"), os.environ.get("HFACCEL_ISA"))
+    key = (op, device, dtype, layout, m, k, os.environ.get("HFACCEL_BACKEND"), os.environ.get("HFACCEL_ISA"))
     found = _chosen.get(key)
     if found is None:
         if len(_chosen) >= 4096:
             _chosen.clear()
-        found = _chosen[key] = _choose(op, Call(device, dtype, layout, m))
+        found = _chosen[key] = _choose(op, Call(device, dtype, layout, m, k))
     return found
 
 

@@ -47,9 +47,10 @@ where reading the weights is the limit and twice the products where it is not: t
 with outliers (queries, keys, values and the head; see kernels/README.md for the figures).
 
 "token", for 8 bits and one group a row: one scale a token, and on every device. Beside `int` max|x| / 127, or
-`act_scale` where that is not 0, int8 codes and one exact int32 dot over K, times the product of both scales.
-Beside float8 max|x| / 448, x / scale rounded to e4m3, whose products with the weights are exact in fp32 and
-are added there: of each four elements of K the first two to one sum, the others to a second.
+`act_scale` where that is not 0, int8 codes and one exact int32 dot over K, times the product of both scales;
+kernels refuse a K above `TOKEN_K`. Beside float8 max|x| / 448, x / scale rounded to e4m3, whose products with
+the weights are exact in fp32 and are added there: of each four elements of K the first two to one sum, the
+others to a second.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ from . import codebook, double_scales, super_scales
 
 ROWS = 16
 ACT_CHUNK = {8: 32, 16: 64}  # K-elements that share one activation scale, by act_bits
+TOKEN_K = (2**31 - 1) // (128 * 127)  # as many products of int8 codes fit an int32 in any case
 _K_STEP = {8: 4, 6: 16, 5: 32, 4: 8, 3: 32, 2: 16}
 _STEP_BYTES = {8: 64, 6: 192, 5: 320, 4: 64, 3: 192, 2: 64}
 SCALE_DTYPES = {
@@ -135,7 +137,8 @@ class Layout:
             raise ValueError(f"act={self.act!r}: {self.code} goes with token")
         if self.act == "token" and (self.bits, self.group, self.symmetric, self.act_bits) != (8, -1, True, 8):
             raise ValueError("act='token' goes with 8 bits, symmetric, one group a row, act_bits=8")
-        if not 0 <= self.act_scale < float("inf") or (self.act_scale and not self.static):
+        fp32 = torch.finfo(torch.float32)
+        if self.act_scale != 0 and not (self.static and fp32.tiny <= self.act_scale <= fp32.max):
             raise ValueError(
                 f"act_scale={self.act_scale!r}: a positive fp32 number, with int and act='token'"
             )
@@ -178,6 +181,12 @@ class Layout:
     @property
     def k_step(self) -> int:
         return _K_STEP[self.bits]
+
+    def too_long(self, k: int) -> str:
+        """Why kernels refuse rows of `k` elements; "" if they do not."""
+        if self.act == "token" and not self.is_float and k > TOKEN_K:
+            return f"{k} inputs: one int32 holds a dot of int8 codes up to {TOKEN_K}"
+        return ""
 
     def groups(self, k: int) -> int:
         return 1 if self.group == -1 else -(-k // self.group)

@@ -321,7 +321,7 @@ def packed(layout: Layout) -> dict[str, int | float]:
     return {
         "kind": PACKED,
         "bits": layout.bits,
-        "group": layout.group,
+        "group": min(layout.group, 2**31 - 1),
         "chunk": 0 if layout.act == "token" else ACT_CHUNK[layout.act_bits],
         "act_bits": layout.act_bits,
         "scale_dtype": SCALES[layout.scale_dtype],

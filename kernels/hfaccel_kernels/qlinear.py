@@ -6,11 +6,11 @@
 Limits and accumulation, by what the layout says of activations (`Layout.act`); y is rounded once to the dtype
 of x. "chunk": on a CPU x becomes 8- or 16-bit integers per token and chunk
 (`activations.quantize_activations`), dots of a chunk are exact int32 and are added in fp32 in chunk order; on
-CUDA the weight alone is quantized. "token": x is quantized on every device, to int8 with one exact int32 dot,
-or beside float8 weights to E4M3 with sums in fp32. `plain_linear` multiplies and adds in
-fp32. Gradients of `qlinear` flow to x (through the dequantized weight, the rounding of x taken as the
-identity) and to bias; codes and scales have none. `plain_linear` is no torch operator: where gradients or a
-trace are wanted its reference, plain PyTorch, serves.
+CUDA the weight alone is quantized. "token": x is quantized on every device, to int8 with one exact int32 dot
+(rows longer than `layouts.TOKEN_K` go to the reference), or beside float8 weights to E4M3 with sums in fp32.
+`plain_linear` multiplies and adds in fp32. Gradients of `qlinear` flow to x (through the dequantized weight,
+the rounding of x taken as the identity) and to bias; codes and scales have none. `plain_linear` is no torch
+operator: where gradients or a trace are wanted its reference, plain PyTorch, serves.
 """
 
 from __future__ import annotations
@@ -135,9 +135,15 @@ def plain_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None
 # ---------------------------------------------------------------- native
 
 
+def _too_long(call: dispatch.Call) -> str:
+    return "" if call.layout is None or call.k is None else call.layout.too_long(call.k)
+
+
 def _refuses(call: dispatch.Call) -> str:
     if call.device != "cpu":
         return "CPU only"
+    if why := _too_long(call):
+        return why
     return "" if native.available() else f"no C++ kernels: {native.reason()}"
 
 
@@ -215,7 +221,7 @@ def _triton_refuses(call: dispatch.Call) -> str:
         call.layout.bits in (5, 6) or call.layout.scale_dtype not in TRITON_SCALES
     ):
         return f"no kernel for {call.layout.bits} bits with scale_dtype={call.layout.scale_dtype!r}"
-    return triton_support.refusal(call)
+    return _too_long(call) or triton_support.refusal(call)
 
 
 TRITON_SCALES = ("fp32", "fp16", "double")
@@ -264,7 +270,7 @@ def _usable_bias(bias: Tensor | None) -> Tensor | None:
 
 def _qlinear_run(x, weight, scale, zero, bias, layout, n, k):
     _check(x, weight, scale, zero, bias, layout, n, k)
-    backend = dispatch.choose("qlinear", x.device.type, x.dtype, layout)
+    backend = dispatch.choose("qlinear", x.device.type, x.dtype, layout, k=k)
     return backend.function(x, weight, scale, zero, _usable_bias(bias), layout, n, k)
 
 

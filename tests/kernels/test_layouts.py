@@ -57,6 +57,8 @@ def test_chunks_never_cross_a_group():
         ({"bits": 8, "act": "token", "group": 64}, "one group a row"),
         ({"bits": 8, "act_scale": 0.5}, "act_scale=0.5"),
         ({"bits": 8, "act": "token", "act_scale": float("nan")}, "act_scale=nan"),
+        ({"bits": 8, "act": "token", "act_scale": 1e-60}, "act_scale=1e-60"),
+        ({"bits": 8, "act": "token", "act_scale": 1e300}, "act_scale=1e\\+300"),
     ],
 )
 def test_a_layout_refuses_what_it_cannot_be(bad, word):

@@ -76,6 +76,31 @@ def test_plain_linear(backend, dtype):
     )
 
 
+def test_a_plain_weight_without_inputs_gives_the_bias(backend):
+    bias = torch.randn(5)
+    for m in (1, 9, 30):
+        for dtype in (torch.float32, torch.bfloat16):
+            y = plain_linear(torch.empty(m, 0), torch.empty(5, 0, dtype=dtype), bias)
+            assert torch.equal(y, bias.expand(m, 5))
+
+
+def test_a_group_beyond_int32_is_the_whole_row(backend):
+    x, packed = torch.randn(3, 128), random_packed(Layout(4), 20, 128)
+    want = qlinear(x, *packed, None, Layout(4), 20, 128)
+    assert torch.equal(qlinear(x, *packed, None, Layout(4, 2**32 + 64), 20, 128), want)
+
+
+def test_longer_rows_than_an_int32_dot_go_to_the_reference(monkeypatch):
+    layout, k = Layout(8, act="token"), 140_000
+    codes, scale = torch.full((16, k), 255, dtype=torch.uint8), torch.full((16, 1), 0.5)
+    packed = packing.pack_codes(codes, layout), packing.pack_rows(scale)
+    y = qlinear(torch.ones(2, k), *packed, None, None, layout, 16, k)
+    assert torch.allclose(y, torch.full((2, 16), 0.5 * 127 * k), rtol=1e-5)
+    monkeypatch.setenv("HFACCEL_BACKEND", "native")
+    with pytest.raises(dispatch.BackendError, match="140000 inputs: one int32"):
+        qlinear(torch.ones(2, k), *packed, None, None, layout, 16, k)
+
+
 def test_gradients_reach_x_and_bias(backend):
     n, k = 37, 70
     packed = random_packed(INT4, n, k)

@@ -105,6 +105,32 @@ def test_every_option_counts(change):
     assert (found[0] - found[1])[-1].abs().max() > 1e-3
 
 
+def test_a_nan_in_int8_pages_stays_one():
+    """Of one key, in a channel that is not the last vector's: whoever sees the key gets it, nobody else."""
+    plan, model, ids = attention_alone(4, 2, 40), tiny.tiny("llama"), torch.arange(12)
+    plan.ops[0].table.weight[7, 4 * 40 + 3] = float("nan")  # token 7, key of KV head 0
+    out = Steps(model, Native(model, plan), kv_bits=8).run(ids)[0].view(12, 2, 80)
+    assert out[7:, 0].isnan().all()
+    assert out[:7].isfinite().all() and out[:, 1].isfinite().all()
+
+
+def test_pages_of_a_sequence_without_tokens_are_not_looked_at():
+    """A decode step of two rows, the second with no token, any length and no page."""
+    plan, model = attention_alone(4, 2, 24, window=9), tiny.tiny("llama")
+    steps = Steps(model, Native(model, plan))
+    sequence = steps.runner.sequence()
+    sequence.extend(1)
+    tables = torch.tensor([[sequence.pages[0]], [-1]], dtype=torch.int32)
+
+    def step(lengths):
+        inputs = ([3], [0], [0]), ([0, 1, 1], lengths)
+        (ids, positions, rows), (starts, lengths) = (map(torch.tensor, group) for group in inputs)
+        starts, lengths = starts.int(), lengths.int()
+        return steps.runner.executor.step(steps.runner.pool, ids, positions, tables, starts, lengths, rows)
+
+    assert torch.equal(step([1, 0]), step([1, 2**31 - 1]))
+
+
 @pytest.mark.parametrize("pages", [1, 5, 16, 64])
 def test_page_size_changes_no_bit(pages):
     model, ids = tiny.tiny("llama"), tiny.ids(1, 100)[0]

@@ -180,4 +180,7 @@ def test_a_run_ends_at_the_table_of_learned_positions():
     with pytest.raises(PatchError, match="beyond the model's table of 32"):
         runner.greedy(ids[:1], torch.tensor([20]), [sequence], ahead=13)
     assert sequence.length == 20
+    for far in (2**63 - 1, 2**63 - 2):  # what a sum with the run's length would carry over
+        with pytest.raises(PatchError, match="beyond the model's table of 32"):
+            runner.greedy(ids[:1], torch.tensor([far]), [sequence], ahead=12)
     assert len(runner.greedy(ids[:1], torch.tensor([20]), [sequence], ahead=12)) == 12

@@ -13,8 +13,21 @@ from hfaccel.runtime import Unsupported
 from hfaccel.runtime.plan import ASKED, TOKENS, Buffer, Matrix, Plan, View
 from hfaccel.runtime.plan_attention import alibi_slopes
 from hfaccel.runtime.plan_build import build
-from hfaccel.runtime.plan_ops import Act, Add, Attend, CacheWrite, Gather, Join, Matmul, Norm, Quant
-from hfaccel_kernels.layouts import Layout
+from hfaccel.runtime.plan_ops import (
+    Act,
+    Add,
+    Attend,
+    CacheWrite,
+    Embed,
+    Gather,
+    Join,
+    Matmul,
+    Norm,
+    Quant,
+    Rope,
+    Scale,
+)
+from hfaccel_kernels.layouts import TOKEN_K, Layout
 from plans import FAMILIES, quantize
 
 
@@ -147,6 +160,52 @@ A, B = Buffer("a", 8, TOKENS), Buffer("b", 6, TOKENS)
 def test_records_that_do_not_fit_their_buffers_are_refused(op):
     with pytest.raises(Unsupported, match="x \\(|contiguous|int8"):
         plan_of(op, buffers=[A, B])
+
+
+@pytest.mark.parametrize("family, owner, name", [
+    ("llama", "model.rotary_emb", "inv_freq"),
+    ("gpt2", "transformer.wpe", "weight"),
+    ("llama", "model.norm", "weight"),
+    ("llama", "model.layers.0.mlp.up_proj", "weight"),
+])  # fmt: skip
+def test_a_tensor_on_another_device_is_refused(family, owner, name):
+    """Without an address of its own: a walk would read address 0, or take it for none."""
+    model = tiny.tiny(family, num_hidden_layers=1)
+    module = model.get_submodule(owner)
+    tensor = getattr(module, name).detach().to("meta")
+    setattr(module, name, nn.Parameter(tensor) if name in module._parameters else tensor)
+    with pytest.raises(Unsupported, match="meta|on the CPU"):
+        build(model)
+
+
+@pytest.mark.parametrize(
+    "op, why",
+    [
+        (Scale(name="x", x=0, out=0, scale=torch.ones(6)), "scale does not fit"),
+        (Scale(name="x", x=0, out=0, scale=torch.ones(8, dtype=torch.bfloat16)), "scale of torch.bfloat16"),
+        (Rope(name="x", out=0, inv_freq=torch.ones(3)), "inv_freq"),
+        (
+            Embed(name="x", out=0, table=Matrix(8, 8, torch.ones(8, 8)), positions=torch.ones(4, 8)),
+            "position",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_vectors_and_tables_are_checked(op, why):
+    with pytest.raises(Unsupported, match=why):
+        plan_of(op, buffers=[A, B])
+
+
+def test_a_row_whose_int8_dot_no_int32_holds_is_refused():
+    layout = Layout(8, act="token")
+    for k, too_long in ((TOKEN_K, False), (TOKEN_K + 1, True)):
+        tensors = [torch.zeros(shape, dtype=dtype) for shape, dtype in layout.shapes(16, k).values()]
+        matrix = Matrix(16, k, tensors[0], layout, tensors[1])
+        if not too_long:
+            matrix.check()
+            continue
+        with pytest.raises(Unsupported, match=f"{k} inputs: one int32"):
+            matrix.check()
 
 
 def test_attention_is_checked():

@@ -99,7 +99,8 @@ template <int DTYPE>
 void plain_dtype(const HfaWeight* w, const float* x, int64_t ldx, int64_t m, void* y, int32_t y_dtype, int64_t ldy,
                  int tid, int nthreads) {
     const Range mine = share((w->n + 3) / 4, tid, nthreads);
-    const bool many = m >= (DTYPE == HFA_F32 ? kPanelTokens : kConvertTokens) && w->k <= kPanelFloats / 4;
+    const bool fits = w->k > 0 && w->k <= kPanelFloats / 4;
+    const bool many = fits && m >= (DTYPE == HFA_F32 ? kPanelTokens : kConvertTokens);
     (many ? panels<DTYPE> : stream<DTYPE>)(w, x, ldx, m, y, y_dtype, ldy, mine);
 }
 

@@ -244,8 +244,9 @@ static inline void attend(const AttendArgs& a, const HfaStep& step, const Scratc
             }
         }
         Block after;
+        const int32_t* starts = step.q_starts + item.sequence;  // a sequence without tokens has no checked pages
         const bool more = item.splittable && to == blocks && item.g + item.heads == a.kv.count &&
-                          item.sequence + 1 < step.sequences;
+                          item.sequence + 1 < step.sequences && starts[2] > starts[1];
         if (more) {
             const int64_t length = step.lengths[item.sequence + 1];
             const int64_t first = a.window && length > a.window ? (length - a.window) / kKeys : 0;

@@ -32,10 +32,7 @@ static inline void write_head(void* pages, float* scales, int64_t slot, int64_t 
         }
         return;
     }
-    Vf top = splat(0.0f);
-    for (int64_t d = 0; d < size; d += 16)
-        top = max(top, vabs(load_as(x, d, HFA_F32, size - d < 16 ? (int)(size - d) : 16)));
-    const float scale = reduce_max(top) / 127.0f, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    const float scale = peak_of(x, HFA_F32, 0, size) / 127.0f, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
     scales[slot * heads + g] = scale;
     for (int64_t d = 0; d < size; d += 16) {
         const int n = size - d < 16 ? (int)(size - d) : 16;

@@ -32,7 +32,7 @@ static inline int check(const HfaPlan& plan, const HfaStep& step) {
     if (step.q_starts[0] != 0 || step.q_starts[step.sequences] != step.tokens) return kStep;
     for (int64_t t = 0; t < step.tokens; ++t) {
         if (step.ids[t] < 0 || step.ids[t] >= plan.vocab) return kToken;
-        if (step.positions[t] < 0 || (plan.max_positions && step.positions[t] + more >= plan.max_positions))
+        if (step.positions[t] < 0 || (plan.max_positions && step.positions[t] >= plan.max_positions - more))
             return kPosition;
     }
     for (int64_t b = 0; b < step.sequences; ++b) {

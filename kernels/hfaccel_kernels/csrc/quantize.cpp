@@ -28,20 +28,6 @@ struct Pieces {
     }
 };
 
-// max |x| over n elements from x[at] on, compared as integers: a NaN is above infinity and so is never lost.
-inline float peak_of(const void* x, int32_t dtype, int64_t at, int64_t n) {
-    const Vi magnitude = splat_i(0x7fffffff);
-    Vi top = splat_i(0);
-    for (int64_t i = 0; i < n; i += 16) {
-        const int left = n - i < 16 ? (int)(n - i) : 16;
-        top = max(top, bits(load_as(x, at + i, dtype, left)) & magnitude);
-    }
-    const int32_t peak_bits = reduce_max(top);
-    float peak;
-    memcpy(&peak, &peak_bits, 4);
-    return peak;
-}
-
 inline float inverse_of(float peak, float top) { return peak > 0x1p-100f ? 1.0f / peak * top : 0.0f; }
 
 // One chunk of n elements, from x[at] on; `low` is NULL or takes the low plane. `fixed`: its scale, if not 0.

@@ -133,6 +133,20 @@ static inline Vf load_as(const void* p, int64_t at, int32_t dtype, int n) {
     return dtype == HFA_BF16 ? load_bf16(t) : load_f16(t);
 }
 
+// max |x| over n elements from x[at] on, compared as integers: a NaN is above infinity and so is never lost.
+static inline float peak_of(const void* x, int32_t dtype, int64_t at, int64_t n) {
+    const Vi magnitude = splat_i(0x7fffffff);
+    Vi top = splat_i(0);
+    for (int64_t i = 0; i < n; i += 16) {
+        const int left = n - i < 16 ? (int)(n - i) : 16;
+        top = max(top, bits(load_as(x, at + i, dtype, left)) & magnitude);
+    }
+    const int32_t peak_bits = reduce_max(top);
+    float peak;
+    memcpy(&peak, &peak_bits, 4);
+    return peak;
+}
+
 // Round to nearest even into any dtype.
 static inline void store_as(void* p, int64_t at, int32_t dtype, Vf v, int n = 16) {
     if (dtype == HFA_F32) {

@@ -62,7 +62,10 @@ static inline void store_i8(int8_t* p, Vi a) {
 }
 static inline Vi operator+(Vi a, Vi b) { HFA_EACH a.v[l] += b.v[l]; return a; }
 static inline Vi operator-(Vi a, Vi b) { HFA_EACH a.v[l] -= b.v[l]; return a; }
-static inline Vi operator*(Vi a, Vi b) { HFA_EACH a.v[l] *= b.v[l]; return a; }
+static inline Vi operator*(Vi a, Vi b) {  // wraps: pow2 of a NaN's exponent
+    HFA_EACH a.v[l] = (int32_t)((uint32_t)a.v[l] * (uint32_t)b.v[l]);
+    return a;
+}
 static inline Vi mul_small(Vi a, Vi b) { return a * b; }
 static inline Vi operator&(Vi a, Vi b) { HFA_EACH a.v[l] &= b.v[l]; return a; }
 template <int S> static inline Vi shift_left(Vi a) { HFA_EACH a.v[l] = (int32_t)((uint32_t)a.v[l] << S); return a; }
