@@ -13,6 +13,7 @@ from hfaccel.registration import register
 if TYPE_CHECKING:
     from hfaccel.cache.quantized import KVCache
     from hfaccel.demo import demo_model
+    from hfaccel.lora.reserved import LoRASlots
     from hfaccel.patch import original, patch, report, unpatch
     from hfaccel.quant.awq import AWQ
     from hfaccel.quant.fp8 import FP8
@@ -48,6 +49,7 @@ _PUBLIC = {  # name -> module, imported on use: `import hfaccel` stays quick
     "CalibrationData": "hfaccel.samples",
     "Head": "hfaccel.quant.head",
     "KVCache": "hfaccel.cache.quantized",
+    "LoRASlots": "hfaccel.lora.reserved",
     "Server": "hfaccel.serve.server",
     "structured": "hfaccel.serve.grammar",
 }
@@ -59,6 +61,7 @@ __all__ = [
     "HQQ",
     "Head",
     "KVCache",
+    "LoRASlots",
     "NF4",
     "PatchConfig",
     "PatchError",

@@ -17,6 +17,7 @@ TRANSFORMS = {  # name in recipes and in config.json -> "module:Class"
     "w8a8": "hfaccel.quant.smoothquant:SmoothQuant",
     "head": "hfaccel.quant.head:Head",
     "kv": "hfaccel.cache.quantized:KVCache",
+    "lora": "hfaccel.lora.reserved:LoRASlots",
 }
 
 

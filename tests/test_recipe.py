@@ -7,7 +7,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hfaccel
-from hfaccel import AWQ, FP8, GPTQ, HQQ, NF4, RTN, Head, KVCache, PatchConfig, PatchError, SmoothQuant
+from hfaccel import (
+    AWQ,
+    FP8,
+    GPTQ,
+    HQQ,
+    NF4,
+    RTN,
+    Head,
+    KVCache,
+    LoRASlots,
+    PatchConfig,
+    PatchError,
+    SmoothQuant,
+)
 from hfaccel.commands.terminal import recipe_names
 from hfaccel.errors import UnknownName
 from hfaccel.recipe import AUTO, recipe_table
@@ -45,6 +58,7 @@ TRANSFORM_STRATEGIES = {
     ),
     "head": st.one_of(st.just(Head(bits=16)), st.builds(Head, bits=st.sampled_from((8, 4)), **grid)),
     "kv": st.just(KVCache(bits=8)),
+    "lora": st.builds(LoRASlots, slots=st.integers(1, 999), max_rank=st.integers(1, 999)),
 }
 configs = st.sets(st.sampled_from(sorted(TRANSFORMS))).flatmap(
     lambda names: st.tuples(*(TRANSFORM_STRATEGIES[name] for name in sorted(names))).flatmap(
@@ -193,7 +207,7 @@ def test_bad_recipes(recipe, message):
         ({"transforms": [{"bits": 4}]}, "needs a 'name'"),
         (
             {"transforms": [{"name": "itn"}]},
-            "unknown transform 'itn'; known are awq, fp8, gptq, head, hqq, int, kv, nf4, w8a8",
+            "unknown transform 'itn'; known are awq, fp8, gptq, head, hqq, int, kv, lora, nf4, w8a8",
         ),
         ({"transforms": [{"name": ["int"]}]}, "unknown transform"),
         ({"transforms": [{"name": "int", "bit": 4}]}, "unknown field 'bit'; known are bits, group"),

@@ -33,8 +33,12 @@ def serve(
         Path | None,
         typer.Option(help="Folder that adapters may be loaded from while it serves; without one none may."),
     ] = None,
-    lora_slots: Annotated[int, typer.Option(min=1, help="Adapters in memory at once.")] = 32,
-    lora_max_rank: Annotated[int, typer.Option(min=1)] = 64,
+    lora_slots: Annotated[
+        int | None, typer.Option(min=1, help="Adapters in memory at once; else as patched (lora64), or 32.")
+    ] = None,
+    lora_max_rank: Annotated[
+        int | None, typer.Option(min=1, help="Of adapters; else as patched (lora32-r128), or 64.")
+    ] = None,
     host: Annotated[
         str, typer.Option(help="0.0.0.0 is every interface: give an API key then.")
     ] = "127.0.0.1",

@@ -25,6 +25,7 @@ from hfaccel.errors import PatchError, UnsupportedModel
 from hfaccel.generate import gate, mixin
 from hfaccel.generate.checks import position_limit
 from hfaccel.lora.adapters import Adapter
+from hfaccel.lora.reserved import reserved
 from hfaccel.lora.slots import AdapterSlots
 from hfaccel.runtime.modules import WHOLE_INPUT_ROPE, rope_types, unpackable
 from hfaccel.runtime.runner import Runner
@@ -50,7 +51,7 @@ class Engine:
         limits: of a step, with the policy. prefix_cache: pages of prompts and answers are found again.
         adapters: PEFT folders by name, as `load_adapter` takes them; the budget counts their slots.
         lora_slots: adapters in memory at once, of any number that `load_adapter` was given.
-        lora_max_rank: of their matrices.
+        lora_max_rank: of their matrices. Both as the model's recipe says (`LoRASlots`), else 32 and 64.
         clock: seconds, for ranks.
     Raises: PatchError for a model that is not patched; UnsupportedModel for one that steps cannot serve.
     """
@@ -64,8 +65,8 @@ class Engine:
         limits: Limits | None = None,
         prefix_cache: bool = True,
         adapters: Mapping[str, str | Path] | None = None,
-        lora_slots: int = 32,
-        lora_max_rank: int = 64,
+        lora_slots: int | None = None,
+        lora_max_rank: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.model, self.limits, self.clock = model, limits or Limits(), clock
@@ -75,7 +76,12 @@ class Engine:
         barred = self._runtime.decide(model)
         kv_bits, page_tokens = self._runtime.kv_bits, self._runtime.page_tokens
         self._stepping = Turns()
-        self.slots = AdapterSlots(model, slots=lora_slots, max_rank=lora_max_rank)
+        said = reserved(model)
+        self.slots = AdapterSlots(
+            model,
+            slots=said.slots if lora_slots is None else lora_slots,
+            max_rank=said.max_rank if lora_max_rank is None else lora_max_rank,
+        )
         self._known = KnownAdapters(self)
         first = self._known.read(adapters or {})
         if pages is None:
