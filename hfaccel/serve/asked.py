@@ -38,6 +38,8 @@ NOT_THE_TEMPLATES = frozenset(
     "sanitize_control_tokens".split()
 )
 
+COMPLETION_TOKENS = 16  # of a completion that names no max_tokens, as in OpenAI's API
+
 
 @dataclass
 class Asked:
@@ -89,8 +91,11 @@ async def completion_of(service: Service, body: CompletionRequest) -> Asked:
     service.check_count(n * len(body.prompt), "prompt")
     prompts = await service.ids_of(body.prompt, special=body.add_special_tokens)
     dropped = body.max_tokens == 0 and body.echo
+    limit = body.max_tokens
+    if limit is None:  # a chat ends by itself, what a base model continues may never
+        limit = max(COMPLETION_TOKENS, common.get("min_tokens", 0))
     options = [
-        _limited(service, prompt, common, body.max_tokens, field="max_tokens", least=0 if dropped else 1)
+        _limited(service, prompt, common, limit, field="max_tokens", least=0 if dropped else 1)
         for prompt in prompts
     ]
     scored = body.logprobs is not None

@@ -81,6 +81,16 @@ def test_templates_get_what_is_theirs_alone(ask, name):
     assert repr(name) in refused.json()["error"]["message"]
 
 
+def test_a_completion_has_16_tokens_by_default(ask):
+    def tokens(**body):
+        answer = ask("/v1/completions", prompt=[5, 6], ignore_eos=True, temperature=0, **body).json()
+        return answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]
+
+    assert tokens() == (16, "length")
+    assert tokens(min_tokens=20) == (20, "length")
+    assert tokens(max_tokens=17) == (17, "length")
+
+
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
 def test_half_a_pair_of_surrogates_is_no_text(ask, path):
     refused = ask(path, prompt="a\ud83d")
