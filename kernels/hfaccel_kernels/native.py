@@ -259,6 +259,8 @@ def library(name: str | None = None) -> ctypes.CDLL:
             if name in _failed:
                 raise NativeError(_failed[name])
             try:
+                if name not in supported_isas():
+                    raise NativeError(f"this CPU cannot run {name}; it runs {', '.join(supported_isas())}")
                 _loaded[name] = _load(build(name))
             except NativeError as error:
                 _failed[name] = str(error)

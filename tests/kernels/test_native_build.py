@@ -219,6 +219,9 @@ def test_an_isa_that_is_unknown_or_not_this_cpus_is_an_error(monkeypatch):
     monkeypatch.setenv("HFACCEL_ISA", foreign)
     with pytest.raises(ValueError, match=f"HFACCEL_ISA={foreign}: this CPU cannot run it"):
         native.isa()
+    with pytest.raises(native.NativeError, match=f"this CPU cannot run {foreign}"):
+        native.library(foreign)
+    assert not native.available(foreign) and foreign in native.reason(foreign)
     monkeypatch.setenv("HFACCEL_ISA", "scalar")
     assert native.isa() == "scalar"
 
