@@ -50,6 +50,7 @@ def _main() -> None:
             f"HFACCEL_LOG={os.environ['HFACCEL_LOG']!r}; known are {', '.join(LOG_LEVELS).lower()}"
         )
     logging.basicConfig(format="%(name)s: %(message)s")
+    logging.getLogger("huggingface_hub").propagate = False  # it prints by itself
     logging.getLogger("hfaccel").setLevel(level)
     if level != "DEBUG":
         from transformers.utils import logging as hf_logging
@@ -173,7 +174,7 @@ def generate(
     import hfaccel
     from hfaccel.measure.rows import load
 
-    loaded, tokenizer = load(model, packed=recipe is None)
+    loaded, tokenizer = load(model, packed=recipe is None, recipe=recipe)
     if recipe is not None:
         hfaccel.patch(loaded, recipe, tokenizer=tokenizer, keep_original=False)
     torch.manual_seed(seed)
@@ -213,9 +214,11 @@ def report(
     import hfaccel
     from hfaccel.measure.rows import load_model, tokenizer_beside
 
-    loaded = load_model(model, packed=recipe is None)
+    loaded = load_model(model, packed=recipe is None, recipe=recipe)
     if recipe is not None:
         hfaccel.patch(loaded, recipe, tokenizer=tokenizer_beside(model), keep_original=False)
+    elif getattr(loaded, "_hfaccel", None) is None:
+        raise PatchError(f"{model} is not patched; --recipe int4 would patch it first")
     made = hfaccel.report(loaded)
     print(json.dumps(made.to_dict(), indent=1) if as_json else made)
     if plan:

@@ -107,8 +107,7 @@ def _from_gguf(
     rest = {key: value for key, value in hf_kwargs.items() if key not in _HUB}
     if device is not None and recipe is None:
         rest["device_map"] = device
-    runtime_alone = wanted is not None and all(t.stage is Stage.RUNTIME for t in wanted.transforms)
-    packed = recipe is None or runtime_alone
+    packed = recipe is None or changes_no_weights(recipe)
     model = GGUFModel(path).load(packed=packed, dtype=dtype, transforms=wanted if packed else None, **rest)
     if getattr(model, "_hfaccel", None) is None and recipe is not None:
         if wanted is not None and skipped:
@@ -117,6 +116,13 @@ def _from_gguf(
     elif device is not None:
         model.to(device)
     return model
+
+
+def changes_no_weights(recipe: Any) -> bool:
+    """Whether a recipe, or another form of a config, has steps of the runtime alone."""
+    return not is_question(recipe) and all(
+        t.stage is Stage.RUNTIME for t in PatchConfig.of(recipe).transforms
+    )
 
 
 def _patch(model: nn.Module, config: PatchConfig | str, device: Any, *, from_gguf: bool = False) -> None:
@@ -165,7 +171,9 @@ def check_folder(path: str, hf_kwargs: dict[str, Any]) -> None:
     """Refuse, by name, a local folder whose index is damaged or whose shards are not all there."""
     folder = Path(path) / hf_kwargs.get("subfolder", "")
     if not folder.is_dir():
-        if folder.is_absolute() or path.startswith((".", "~")):
+        if Path(path).is_file():
+            raise PatchError(f"{path} is a file, and no .gguf: a model is a folder, a hub id or a .gguf file")
+        if folder.is_absolute() or path.startswith((".", "~")) or path.endswith("/"):
             raise PatchError(f"{path}: no such folder or .gguf file")
         return  # a hub id
     variant = f".{hf_kwargs['variant']}" if hf_kwargs.get("variant") else ""

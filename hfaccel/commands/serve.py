@@ -110,7 +110,8 @@ def serve(
     process.log_lines(_level())
     texts = None if calibration is None else [text(calibration)]
     say(f"loading {model} ...")
-    loaded, tokenizer = load_model(model, packed=recipe is None), tokenizer_beside(model)
+    loaded = load_model(model, packed=recipe is None, recipe=recipe)
+    tokenizer = tokenizer_beside(model)
     if recipe is not None or mixin.ATTRIBUTE not in vars(loaded):
         how = {"calibration": texts, "tokenizer": tokenizer, "keep_original": False}
         try:
@@ -169,6 +170,8 @@ def _adapters(pairs: list[str] | None) -> dict[str, Path]:
             raise typer.BadParameter(f"{pair!r} is not NAME=PATH", param_hint="--lora")
         if name in found:
             raise typer.BadParameter(f"two adapters are called {name!r}", param_hint="--lora")
+        if not Path(path).is_dir():  # said before a model is loaded for nothing
+            raise typer.BadParameter(f"{path} is no folder", param_hint="--lora")
         found[name] = Path(path)
     return found
 

@@ -15,7 +15,7 @@ from typing import Any
 from hfaccel.demo import demo_folder
 from hfaccel.errors import PatchError
 from hfaccel.recipe import EMPTY
-from hfaccel.source import gguf_path
+from hfaccel.source import changes_no_weights, gguf_path
 
 UNPATCHED = ("fp32", "bf16")  # rows of the model as it is
 TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "tekken.json", "*.model", "*.spm", "*.bpe")
@@ -50,17 +50,28 @@ def load(model: str, *, off_grid: bool = False, **how: Any) -> tuple[Any, Any]:
     return load_model(model, off_grid=off_grid, **how), load_tokenizer(model, off_grid=off_grid)
 
 
-def load_model(model: str, *, off_grid: bool = False, dtype: Any = "auto", packed: bool = False) -> Any:
+def load_model(
+    model: str,
+    *,
+    off_grid: bool = False,
+    dtype: Any = "auto",
+    packed: bool = False,
+    recipe: str | None = None,
+) -> Any:
     """The model of a MODEL argument, which need not have a tokenizer.
 
     Args:
         packed: weights of a .gguf file as they are there; else dequantized, for a recipe or as a reference.
+        recipe: that it is to be patched with. One that changes no weights (`kv8`) leaves those of other
+            programs' files packed: the model comes patched with it, and patching it once more does nothing.
     """
     import hfaccel
 
     if model == "demo":
         loaded, _ = hfaccel.demo_model(off_grid=off_grid)
         return loaded if dtype == "auto" else loaded.to(dtype)
+    if recipe is not None and changes_no_weights(recipe):
+        return hfaccel.from_pretrained(model, recipe=recipe, dtype=dtype)
     if not packed and (gguf := gguf_path(model)) is not None:
         from hfaccel.formats.gguf import GGUFModel
 

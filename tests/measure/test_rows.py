@@ -4,13 +4,16 @@ import pytest
 import torch
 
 import hfaccel
+from exported import small
 from gguf_models import of_blocks
 from hfaccel.errors import PatchError
+from hfaccel.formats.export import export
 from hfaccel.measure import rows
 from hfaccel.measure.chart import bars
 from hfaccel.measure.corpus import text
 from hfaccel.measure.perplexity import perplexity
 from hfaccel.measure.speed import summarize
+from hfaccel.quant.linear import is_packed
 from test_readme import _tokenizer
 from tiny import tiny
 
@@ -62,6 +65,20 @@ def test_a_chart_is_a_picture(tmp_path):
     table = [{"recipe": "fp32", "speed": 2.0, "size": None}, {"recipe": "int8", "speed": 4.5}]
     path = bars(table, {"speed": "tokens/s", "size": "MB"}, "title", tmp_path / "new" / "chart.png")
     assert path.read_bytes().startswith(b"\x89PNG\r\n")
+
+
+@pytest.mark.parametrize("kind", ["gguf", "gptq"])
+def test_a_recipe_that_changes_no_weights_leaves_them_packed(kind, tmp_path):
+    path = str(tmp_path / "out")
+    if kind == "gguf":
+        path = str(of_blocks("Q4_1", tmp_path / "m.gguf"))
+    else:
+        export(small("int4-g32"), None, "gptq", path)
+    as_it_is, model = rows.load_model(path, packed=True), rows.load_model(path, recipe="kv8")
+    assert hfaccel.patch(model, "kv8") is model and model._hfaccel.config.to_recipe() == "kv8"
+    name = "model.layers.0.mlp.up_proj"
+    assert torch.equal(model.get_submodule(name).weight, as_it_is.get_submodule(name).weight)
+    assert is_packed(model.get_submodule(name))
 
 
 def test_a_gguf_file_is_packed_or_dequantized_as_asked(tmp_path):
