@@ -1,5 +1,11 @@
 """measure/bench.py: a peer that cannot run is a row with its error, beside the rows that were measured."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
 
 from hfaccel.measure import bench as benches
@@ -37,3 +43,51 @@ def test_a_peer_that_cannot_run_is_a_row(folder, tmp_path, monkeypatch):
     assert torchao["error"] == (
         "ModuleNotFoundError: No module named torchao; --peer-python torchao=PATH of a python that has it"
     )
+
+
+SLEEPER = """
+import subprocess, time, traffic
+
+def load(spec):
+    child = subprocess.Popen(["sleep", "1000"], preexec_fn=traffic.die_with_parent)
+    return None, {"child": child.pid}
+"""
+STARTER = """
+import os, signal
+from hfaccel.measure.bench import Contender
+
+row = Contender("sleeper")
+row.start("sleeper", None, {})
+print(row.process.pid, row.ask()["info"]["child"], flush=True)  # stopped from now on
+signal.pause()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells children that their parent is gone")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_bench_leaves_no_process(tmp_path, number):
+    (tmp_path / "peer_sleeper.py").write_text(SLEEPER)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTER],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    pids = [int(word) for word in starter.stdout.readline().split()]
+    assert len(pids) == 2 and all(map(alive, pids))
+    starter.send_signal(number)
+    starter.wait()
+    end = time.monotonic() + 30
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(map(alive, pids))
+
+
+def alive(pid):
+    """Whether it is there and no zombie, which nobody may have waited for yet."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -19,7 +19,9 @@ def server(spec):
     threads = str(spec["threads"])
     words = [spec["program"], "-m", spec["artifact"], "--host", "127.0.0.1", "--port", str(port)]
     words += ["-np", str(slots), "-c", str(context), "-t", threads, "-tb", threads]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=traffic.die_with_parent
+    )
     end = time.monotonic() + START_S
     while not _ready(port):
         if process.poll() is not None or time.monotonic() > end:

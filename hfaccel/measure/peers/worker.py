@@ -18,6 +18,7 @@ import traffic
 
 
 def main() -> None:
+    traffic.die_with_parent()
     name, spec = sys.argv[1], json.loads(sys.argv[2])
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not mix with the replies
