@@ -58,7 +58,13 @@ class Timing:
 
 
 class Native:
-    """Runs steps of one plan. Thread-safe: a step holds the lock, scratch memory belongs to it."""
+    """Runs steps of one plan. Thread-safe: a step holds the lock, scratch memory belongs to it.
+
+    Args:
+        plan: of `model`, checked (`Plan.check`); default: a new one.
+        lora: adapters that tokens may have, where a plan is built.
+    Raises: Unsupported, with the reason: no C++ kernels, or a model that no plan describes.
+    """
 
     name = "native"
 
@@ -128,7 +134,7 @@ class Native:
                 `topk` have it).
             ahead: steps to run, each with the best candidate of the one before as every sequence's next token
                 (one token a sequence, rows 0 .. B - 1, top 1; the block tables reach to the last). It ends
-                early after a step in which a row's best is in `ends` [E] int64, or is no token that the
+                early after a step in which a row's best is in `ends` [E], or is no token that the
                 embedding knows (a head may have more rows than it).
         Returns: values [steps run, R, top] fp32, their ids int64, and the last step's logits
             [R, vocab]. The tensors given are not changed.
@@ -143,13 +149,14 @@ class Native:
                 ids, positions, lengths = ids.clone(), positions.clone(), lengths.clone()
             step.best, step.best_ids = values.data_ptr(), found.data_ptr()
             step.top, step.ahead = top, ahead
-            step.ends_count = 0 if ends is None else ends.shape[0]
-            step.ends = None if ends is None else ends.data_ptr()
+            if ends is not None:
+                ends = ends.to(torch.int64).contiguous()
+                step.ends, step.ends_count = ends.data_ptr(), ends.shape[0]
             try:
                 inputs = (ids, positions, block_tables, q_starts, lengths, rows)
                 self._run(encoded, pool, inputs, out, adapters)
             finally:
-                step.top, step.ahead, step.ends_count = 0, 1, 0
+                step.top, step.ahead, step.ends, step.ends_count = 0, 1, None, 0
             return values[: step.done], found[: step.done], out
 
     def _of(self, hidden: bool) -> Encoded:
@@ -265,7 +272,10 @@ class Native:
 
 
 def executor(model: nn.Module, lora: AdapterSlots | None = None) -> Native:
-    """The executor of a CPU model. Raises: Unsupported, with the reason."""
+    """The executor of a CPU model; `lora`: adapters that tokens may have.
+
+    Raises: Unsupported, with the reason: another device or backend, else as `Native`.
+    """
     if model.device.type != "cpu":
         raise Unsupported(f"the model is on {model.device}")
     if (backend := dispatch.forced()) not in ("auto", "native"):

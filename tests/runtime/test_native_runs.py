@@ -162,7 +162,8 @@ def test_a_run_of_greedy_steps_is_the_same_steps_one_by_one(options):
     sequences, tokens, at = start()
     end = singles[4, 1]
     first = int((singles[1:] == end).any(1).nonzero()[0])
-    chosen = runner.greedy(tokens, at, sequences, ahead=20, ends=torch.tensor([5000, int(end)]))
+    ends = torch.tensor([5000, 0, int(end)], dtype=torch.int32)[::2]  # any integers, strided
+    chosen = runner.greedy(tokens, at, sequences, ahead=20, ends=ends)
     assert torch.equal(chosen, singles[1 : first + 2])
     assert [s.length for s in sequences] == (at + first + 1).tolist()
     pages = runner.pool.used_pages
