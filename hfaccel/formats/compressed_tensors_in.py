@@ -236,7 +236,7 @@ class Reader:
         static = acts.get("strategy", "tensor") == "tensor" and not acts.get("dynamic")
         if plain and static and group == -1 and zero is None:
             scale = self.tensors.get(f"{place.name}.input_scale", FLOATS, (1,), ())
-            if not 0 < float(scale) < float("inf"):
+            if not torch.finfo(torch.float32).tiny <= float(scale) < float("inf"):
                 raise CheckpointError(f"{place.name}.input_scale is {float(scale)}")
             return "token", float(scale.float())
         self._say("activations stay finer than its scheme says, which no layout has")

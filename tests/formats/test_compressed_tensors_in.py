@@ -145,6 +145,7 @@ BAD = [
     ),
     ("w8a8-static", None, lambda t: t.pop(f"{NAME}.input_scale"), f"{NAME}.input_scale is missing"),
     ("w8a8-static", None, put(f"{NAME}.input_scale", lambda t: -t), f"{NAME}.input_scale is -"),
+    ("w8a8-static", None, put(f"{NAME}.input_scale", lambda t: t * 0 + 1e-40), f"{NAME}.input_scale is 9.99"),
 ]
 
 
