@@ -119,9 +119,9 @@ def _from_gguf(
 
 
 def changes_no_weights(recipe: Any) -> bool:
-    """Whether a recipe, or another form of a config, has steps of the runtime alone."""
+    """Whether a recipe, or another form of a config, has steps of adapters and the runtime alone."""
     return not is_question(recipe) and all(
-        t.stage is Stage.RUNTIME for t in PatchConfig.of(recipe).transforms
+        t.stage >= Stage.ADAPTER for t in PatchConfig.of(recipe).transforms
     )
 
 

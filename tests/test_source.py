@@ -219,7 +219,7 @@ def test_arguments_that_contradict(plain, args, kwargs, error, words):
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("dmeo", " \\(did you mean 'demo'\\?\\)"), ("nope_folder_x/", ""), ("some/where", "")]
+    ("name", "hint"), [("dmeo", " \\(did you mean 'demo'\\?\\)"), ("nope_folder_x", ""), ("some/where", "")]
 )
 def test_a_name_that_nobody_knows_is_said_with_the_choices(name, hint):
     with pytest.raises(
@@ -228,7 +228,7 @@ def test_a_name_that_nobody_knows_is_said_with_the_choices(name, hint):
         hfaccel.from_pretrained(name)
 
 
-@pytest.mark.parametrize("name", ["/nowhere/model", "./nowhere", "/nowhere/model.gguf", "model.gguf"])
+@pytest.mark.parametrize("name", ["/nowhere/model", "./nowhere", "nowhere/", "/nowhere/model.gguf", "model.gguf"])
 def test_places_that_do_not_exist(name):
     with pytest.raises(PatchError, match="no such"):
         hfaccel.from_pretrained(name)

@@ -215,14 +215,14 @@ def load(
 
     Args:
         record: its `quantization_config`.
-        recipe: choices of the runtime.
+        recipe: choices of adapters and the runtime.
     Raises: CheckpointError naming the key or tensor that is wrong; AlreadyPatched for a recipe that rounds.
     """
     from hfaccel.loading import FOREIGN
     from hfaccel.patch import patch
 
     method = record["quant_method"]
-    if isinstance(recipe, str) or any(t.stage < Stage.RUNTIME for t in getattr(recipe, "transforms", ())):
+    if isinstance(recipe, str) or any(t.stage < Stage.ADAPTER for t in getattr(recipe, "transforms", ())):
         asked = recipe if isinstance(recipe, str) else recipe.describe()
         raise AlreadyPatched(
             f"{path} is quantized by {method} already; {asked!r} would change its weights again"

@@ -67,15 +67,16 @@ def test_a_chart_is_a_picture(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG\r\n")
 
 
+@pytest.mark.parametrize("recipe", ["kv8", "lora4+kv8"])
 @pytest.mark.parametrize("kind", ["gguf", "gptq"])
-def test_a_recipe_that_changes_no_weights_leaves_them_packed(kind, tmp_path):
+def test_a_recipe_that_changes_no_weights_leaves_them_packed(kind, recipe, tmp_path):
     path = str(tmp_path / "out")
     if kind == "gguf":
         path = str(of_blocks("Q4_1", tmp_path / "m.gguf"))
     else:
         export(small("int4-g32"), None, "gptq", path)
-    as_it_is, model = rows.load_model(path, packed=True), rows.load_model(path, recipe="kv8")
-    assert hfaccel.patch(model, "kv8") is model and model._hfaccel.config.to_recipe() == "kv8"
+    as_it_is, model = rows.load_model(path, packed=True), rows.load_model(path, recipe=recipe)
+    assert hfaccel.patch(model, recipe) is model and model._hfaccel.config.to_recipe() == recipe
     name = "model.layers.0.mlp.up_proj"
     assert torch.equal(model.get_submodule(name).weight, as_it_is.get_submodule(name).weight)
     assert is_packed(model.get_submodule(name))
