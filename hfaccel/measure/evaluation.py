@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hfaccel.demo import cache_dir
 from hfaccel.errors import PatchError, UnknownName
 from hfaccel.measure import artifacts, tasks
 from hfaccel.measure.bench import CALIBRATED, PEERS, Contender, parse_peer
@@ -114,6 +115,7 @@ def evaluate(
                 more = {}
                 if name in CALIBRATED:
                     more["calibration"] = str(_calibration_file(Path(place), tokenizer, calibration))
+                    more["cache"] = str(cache_dir() / "bench")
                 _start(contenders[-1], name, variant, model, folder, settings.off_grid, python, more)
                 entries.append(_peer(contenders[-1], Path(place), tokenizer))
             if windows is not None:
