@@ -228,7 +228,7 @@ def test_a_name_that_nobody_knows_is_said_with_the_choices(name, hint):
         hfaccel.from_pretrained(name)
 
 
-@pytest.mark.parametrize("name", ["/nowhere/model", "./nowhere", "nowhere/", "/nowhere/model.gguf", "model.gguf"])
+@pytest.mark.parametrize("name", ["/nowhere/model", "./nowhere", "nowhere/", "/nowhere/m.gguf", "model.gguf"])
 def test_places_that_do_not_exist(name):
     with pytest.raises(PatchError, match="no such"):
         hfaccel.from_pretrained(name)
