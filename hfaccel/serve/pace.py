@@ -3,7 +3,7 @@
 A step of decodes alone takes `alone` seconds, one with p tokens of prompts beside them about
 alone + p * each. Both are measured as the engine runs, and p is held to where a step takes at most `stretch`
 times as long: a long prompt that comes in is felt as a steady slowdown instead of a gap. Where more than one
-waits for its first token, prompts may have their share of a step by heads instead, or a crowd would wait for
+prompt can be computed, prompts may have their share of a step by heads instead, or a crowd would wait for
 the few who were first. Steps without a decode take as many tokens as they may.
 """
 
@@ -11,11 +11,8 @@ from __future__ import annotations
 
 LEAST = 8  # tokens of prompts beside decodes: fewer would keep prompts waiting for nothing
 FIRST = 16  # before anything was measured
-EVEN, SLOWER, FASTER = (
-    0.3,
-    0.5,
-    0.1,
-)  # weights of the newest: slower steps are believed sooner than faster ones
+# Weights of the newest measurement: a slower step is believed sooner than a faster one.
+EVEN, SLOWER, FASTER = 0.3, 0.5, 0.1
 
 
 class Pace:
@@ -27,8 +24,8 @@ class Pace:
         self._each: float | None = None
 
     def tokens(self, budget: int, decodes: int = 1, prompts: int = 1) -> int:
-        """Tokens of prompts that may stand beside so many decodes, `budget` at most, where so many requests
-        wait for their first token."""
+        """Tokens of prompts that may stand beside so many decodes, `budget` at most, where so many prompts
+        could be computed."""
         if self.stretch is None:
             return budget
         others = max(0, prompts - 1)

@@ -88,7 +88,7 @@ class Step:
     Attributes: begun, preempted: requests that got pages for it, and that lost theirs. failed: those whose
         adapter cannot be read any more.
         pages: new pages promised to each; needed: their sum. decoding: who computes the last of its tokens.
-        crowd: requests without their first token.
+        crowd: prompts under way, and those that wait and find a place.
     """
 
     chunks: dict[Request, int] = field(default_factory=dict)
@@ -181,7 +181,8 @@ class Scheduler:
 
     def schedule(self) -> Step:
         """The next step; afterwards there are free pages for all of it."""
-        step = Step(crowd=len(self.waiting) + sum(r.left > 1 for r in self.running))
+        places = self.limits.max_running - len(self.running)
+        step = Step(crowd=min(len(self.waiting), places) + sum(r.left > 1 for r in self.running))
         self._evictable = None
         self._run(step)
         if not step.preempted:

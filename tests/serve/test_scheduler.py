@@ -357,6 +357,15 @@ def test_prompts_beside_decodes_keep_the_pace():
     loop.drain()
     assert len(loop.finished) == 3
 
+    loop = Loop(token_budget=64, max_running=2, stretch=2.0)
+    first = loop.add(4, new=40)
+    loop.step()
+    long = loop.add(100)
+    for _ in range(5):
+        loop.add(3)  # they find no place: no crowd, the stream keeps its pace
+    assert counts(loop.step()) == {first.order: 1, long.order: 16}
+    assert counts(loop.step()) == {first.order: 1, long.order: 16}
+
     loop = Loop(token_budget=64, stretch=None)
     first, long = loop.add(4, new=40), None
     loop.step()
