@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from hfaccel.lora.slots import Table
-from hfaccel.runtime.plan import ALL, COLS, FLOATS, ROWS, Matrix, Op, reads, updates, writes
+from hfaccel.runtime.plan import ALL, COLS, ROWS, Matrix, Op, reads, updates, writes
 
 if TYPE_CHECKING:
     from hfaccel.runtime.plan_build import Builder
@@ -61,13 +61,12 @@ class LoraExpand(Op):
 
 def check_table(op: LoraShrink | LoraExpand, table: Table) -> None:
     """Shapes, dtypes and places of a table's tensors."""
-    slots, ranks = table.a.shape[:2]
-    op.need(table.b.shape[:2] == (slots, ranks) and table.a.dtype == table.b.dtype, "A and B of the adapters")
-    op.need(table.a.dtype in FLOATS, f"adapters of {table.a.dtype}")
-    op.need(table.scale.dtype is torch.float32 and table.rank.dtype is torch.int32, "scales and ranks")
-    op.need(table.scale.shape == table.rank.shape == (slots,), "slots of scales and ranks")
-    tensors = (table.a, table.b, table.scale, table.rank)
-    op.need(all(t.is_contiguous() and t.device.type == "cpu" for t in tensors), "a table on the CPU")
+    slots, ranks, k = table.a.shape
+    op.need(table.a.dtype == table.b.dtype, "A and B of the adapters")
+    op.need_tensor(table.a, (slots, ranks, k), "A of the adapters")
+    op.need_tensor(table.b, (slots, ranks, table.b.shape[-1]), "B of the adapters")
+    op.need_tensor(table.scale, (slots,), "scales of the adapters", (torch.float32,))
+    op.need_tensor(table.rank, (slots,), "ranks of the adapters", (torch.int32,))
 
 
 def adapters(builder: Builder, x: int, parts: list[tuple[str, Matrix, int]], layer: int) -> list[Op]:
