@@ -6,6 +6,14 @@ from tiny import tiny
 
 GEMMA2 = {"query_pre_attn_scalar": 32}
 GEMMA3 = GEMMA2 | {"num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 NORMS = {f"blk.{i}.attn_norm.weight" for i in range(6)}
 
 

@@ -9,20 +9,20 @@ from gguf import quants
 from transformers import AutoModelForCausalLM
 
 import hfaccel
+from gguf_configs import GEMMA2, GEMMA3, LLAMA3
 from gguf_models import logits, of_blocks, written
 from hfaccel.formats.gguf_file import GGUFFile
 from hfaccel.quant.linear import QuantEmbedding, QuantLinear
 from saved import attention
 from tiny import ids, tiny
 
-GEMMA3 = {"num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
 FAMILIES = {
     "llama": {},
     "mixtral": {},
     "qwen2": {},
     "qwen3": {},
-    "gemma2": {"query_pre_attn_scalar": 32},
-    "gemma3": {"query_pre_attn_scalar": 32} | GEMMA3,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
     "phi3": {},
     "gpt2": {},
     "falcon": {},
@@ -35,14 +35,6 @@ LONG = {
     "short_factor": [1.0 + i / 8 for i in range(8)],
     "long_factor": [2.0 + i / 4 for i in range(8)],
     "original_max_position_embeddings": 128,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
 }
 VARIANTS = {
     "llama3 rope": ("llama", {"rope_parameters": LLAMA3}),

@@ -8,7 +8,7 @@ import torch
 
 import hfaccel
 from gguf_bytes import File, Tensor
-from gguf_configs import GEMMA3, metadata, read
+from gguf_configs import GEMMA3, LLAMA3, metadata, read
 from gguf_models import written
 from hfaccel.errors import UnsupportedModel
 from hfaccel.formats.gguf_file import GGUFError, GGUFFile
@@ -23,14 +23,6 @@ LONG = {
     "short_factor": [1.0] * 8,
     "long_factor": [2.0] * 8,
     "original_max_position_embeddings": 128,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
 }
 
 
