@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 from tiny import tiny
@@ -63,6 +64,15 @@ class Live:
 
     def of(self, event: str) -> list[dict]:
         return [line for line in self.lines if line["event"] == event]
+
+    def request(self, id: str, within: float = 10) -> dict:
+        """What it logged of a request, as soon as that is read here."""
+        end = time.monotonic() + within
+        while True:
+            if found := [line for line in self.of("request") if line["id"] == id]:
+                return found[0]
+            assert time.monotonic() < end, "".join(self.raw[-5:])
+            time.sleep(0.01)
 
     def stop(self, number: int = signal.SIGTERM, timeout: float = 30) -> int:
         if self.process.poll() is None:

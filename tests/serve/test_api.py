@@ -485,7 +485,7 @@ def test_the_log_has_numbers_and_no_texts(client, live):
     client.completions.create(
         model="tl", prompt="a secret café", max_tokens=3, extra_headers={"x-request-id": "r1"}
     )
-    line = next(line for line in live.of("request") if line["id"] == "r1")
+    line = live.request("r1")
     assert line["status"] == 200 and line["completion_tokens"] == 3 and line["model"] == "tl"
     assert line["total_ms"] >= line["first_ms"] > 0
     assert "secret" not in "".join(live.raw) and KEY not in "".join(live.raw)
