@@ -6,28 +6,22 @@
 namespace hfa {
 namespace {
 
-// Rows are converted to fp32 from so many tokens on, four at a time, and from so many on in panels of so many floats,
-// on the stack.
-constexpr int64_t kConvertTokens = 8, kPanelTokens = 24, kPanelFloats = 64 << 10;
+// Rows are kept as fp32 where they meet more than two tiles of tokens, four at a time, and from so many tokens on in
+// panels of so many floats, on the stack.
+constexpr int64_t kPanelTokens = 24, kPanelFloats = 64 << 10;
 
-template <int DTYPE, int T> int tile_if(int64_t left, const void* rows, int64_t ld, int64_t k, const float* x,
-                                        int64_t ldx, float* out) {
-    if constexpr (T > kPlainTokens) return 0;
-    else {
-        if (left < T) return 0;
-        plain_tile<DTYPE, T>(rows, ld, k, x, ldx, out);
-        return T;
-    }
+// The next tile's tokens: all tiles are as even as can be, since one of few tokens waits for the weights.
+int tile_tokens(int64_t left) {
+    const int64_t tiles = (left + kPlainTokens - 1) / kPlainTokens;
+    return (int)((left + tiles - 1) / tiles);
 }
 
-// As many tokens as one tile takes; returns how many. 8 are two tiles of 4 rather than 6 and 2.
-template <int DTYPE>
-int tile(int64_t left, const void* rows, int64_t ld, int64_t k, const float* x, int64_t ldx, float* out) {
-    if (left != 8)
-        if (const int t = tile_if<DTYPE, 6>(left, rows, ld, k, x, ldx, out)) return t;
-    if (const int t = tile_if<DTYPE, 4>(left, rows, ld, k, x, ldx, out)) return t;
-    if (const int t = tile_if<DTYPE, 2>(left, rows, ld, k, x, ldx, out)) return t;
-    return tile_if<DTYPE, 1>(left, rows, ld, k, x, ldx, out);
+template <int DTYPE, From FROM, int T = kPlainTokens>
+void tile(int n, const void* rows, int64_t ld, int64_t k, const float* x, int64_t ldx, float* out,
+          float* kept = nullptr, int64_t ldk = 0) {
+    if constexpr (T > 1)
+        if (n < T) return tile<DTYPE, FROM, T - 1>(n, rows, ld, k, x, ldx, out, kept, ldk);
+    plain_tile<DTYPE, T, FROM>(rows, ld, k, x, ldx, out, kept, ldk);
 }
 
 // y[t, first .. first + count) of up to four sums, with the bias.
@@ -59,7 +53,8 @@ void stream(const HfaWeight* w, const float* x, int64_t ldx, int64_t m, void* y,
             const int64_t ld = w->n < 4 ? 0 : w->ld;
             float out[kPlainTokens * 4];
             for (int64_t t = 0; t < m;) {
-                const int n = tile<DTYPE>(m - t, rows, ld, w->k, x + t * ldx, ldx, out);
+                const int n = tile_tokens(m - t);
+                tile<DTYPE, From::memory>(n, rows, ld, w->k, x + t * ldx, ldx, out);
                 for (int i = 0; i < n; ++i, ++t)
                     put(w, out + i * 4 + skip, row + part, parts > 1 ? 1 : count, y, y_dtype, t * ldy + row + part);
             }
@@ -67,28 +62,37 @@ void stream(const HfaWeight* w, const float* x, int64_t ldx, int64_t m, void* y,
     }
 }
 
-// More tokens: rows are converted to fp32 once. A panel of them lies in the second-level cache, and each tile of tokens
-// goes over all of it out of the first-level one.
+// More tokens: the first tile of them keeps the rows as fp32. A panel of those lies in the second-level cache, and
+// each tile goes over all of it out of the first-level one; meanwhile the next panel's rows are asked for, a few lines
+// with each tile.
 template <int DTYPE>
 void panels(const HfaWeight* w, const float* x, int64_t ldx, int64_t m, void* y, int32_t y_dtype, int64_t ldy,
             const Range& mine) {
     alignas(64) float panel[kPanelFloats];
+    constexpr int64_t size = DTYPE == HFA_F32 ? 4 : 2;
+    const uint8_t* data = static_cast<const uint8_t*>(w->data);
     const int64_t wide = (w->k + 15) / 16 * 16, end = mine.end * 4 < w->n ? mine.end * 4 : w->n;
     const int64_t height = m < kPanelTokens ? 4 : kPanelFloats / (4 * wide) * 4;
     for (int64_t first = mine.begin * 4; first < end; first += height) {
         const int64_t last = end - first < height ? end : first + height;
-        for (int64_t row = first; row < (last + 3) / 4 * 4; ++row)  // what fills up the last four is not stored
-            for (int64_t at = 0; at < w->k; at += 16)
-                store(panel + (row - first) * wide + at,
-                      load_as(w->data, (row < w->n ? row : w->n - 1) * w->ld + at, DTYPE,
-                              w->k - at < 16 ? (int)(w->k - at) : 16));
+        const int64_t tiles = (last - first + 3) / 4 * ((m + kPlainTokens - 1) / kPlainTokens);
+        const int64_t after = (end - last < height ? end - last : height) * w->ld * size;
+        const int64_t step = (after / tiles + 63) / 64 * 64;
+        int64_t asked = 0;
         for (int64_t t = 0; t < m;) {
-            int n = 0;
+            const int n = tile_tokens(m - t);
             for (int64_t row = first; row < last; row += 4) {
-                float out[kPlainTokens * 4];
-                n = tile<HFA_F32>(m - t, panel + (row - first) * wide, wide, w->k, x + t * ldx, ldx, out);
+                for (const int64_t to = asked + step; asked < to && asked < after; asked += 64)
+                    HFA_PREFETCH_FAR(data + last * w->ld * size + asked);
+                // The last four rows of a ragged matrix start earlier, and only new ones are stored.
+                const int64_t base = w->n - row < 4 ? w->n - 4 : row;
+                const uint8_t* rows = data + base * w->ld * size;
+                float out[kPlainTokens * 4], *kept = panel + (row - first) * wide;
+                if (t == 0) tile<DTYPE, From::keep>(n, rows, w->ld, w->k, x, ldx, out, kept, wide);
+                else tile<HFA_F32, From::cache>(n, kept, wide, w->k, x + t * ldx, ldx, out);
                 for (int i = 0; i < n; ++i)
-                    put(w, out + i * 4, row, last - row < 4 ? (int)(last - row) : 4, y, y_dtype, (t + i) * ldy + row);
+                    put(w, out + i * 4 + (row - base), row, last - row < 4 ? (int)(last - row) : 4, y, y_dtype,
+                        (t + i) * ldy + row);
             }
             t += n;
         }
@@ -99,8 +103,8 @@ template <int DTYPE>
 void plain_dtype(const HfaWeight* w, const float* x, int64_t ldx, int64_t m, void* y, int32_t y_dtype, int64_t ldy,
                  int tid, int nthreads) {
     const Range mine = share((w->n + 3) / 4, tid, nthreads);
-    const bool fits = w->k > 0 && w->k <= kPanelFloats / 4;
-    const bool many = fits && m >= (DTYPE == HFA_F32 ? kPanelTokens : kConvertTokens);
+    const bool fits = w->k > 0 && w->k <= kPanelFloats / 4 && w->n >= 4;
+    const bool many = fits && (DTYPE == HFA_F32 ? m >= kPanelTokens : m > 2 * kPlainTokens);
     (many ? panels<DTYPE> : stream<DTYPE>)(w, x, ldx, m, y, y_dtype, ldy, mine);
 }
 
