@@ -17,6 +17,7 @@ import math
 import random
 import statistics
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -256,7 +257,9 @@ def bench_serve(
                 if "error" not in reply:
                     results[row.name].append(summary(reply["records"]))
             for row, target in there:
-                results[row.name].append(summary(drive(target, jobs, load.users)))
+                before = time.process_time()
+                made = summary(drive(target, jobs, load.users))
+                results[row.name].append(made | {"client_cpu_s": time.process_time() - before})
     finally:
         for row in rows:
             row.stop()

@@ -72,11 +72,13 @@ void panels(const HfaWeight* w, const float* x, int64_t ldx, int64_t m, void* y,
     constexpr int64_t size = DTYPE == HFA_F32 ? 4 : 2;
     const uint8_t* data = static_cast<const uint8_t*>(w->data);
     const int64_t wide = (w->k + 15) / 16 * 16, end = mine.end * 4 < w->n ? mine.end * 4 : w->n;
-    const int64_t height = m < kPanelTokens ? 4 : kPanelFloats / (4 * wide) * 4;
+    const int64_t most = m < kPanelTokens ? 4 : kPanelFloats / (4 * wide) * 4;
+    const int64_t parts = (end - mine.begin * 4 + most - 1) / most;  // panels, as even as can be
+    const int64_t height = parts ? (mine.end - mine.begin + parts - 1) / parts * 4 : 4;
     for (int64_t first = mine.begin * 4; first < end; first += height) {
         const int64_t last = end - first < height ? end : first + height;
         const int64_t tiles = (last - first + 3) / 4 * ((m + kPlainTokens - 1) / kPlainTokens);
-        const int64_t after = (end - last < height ? end - last : height) * w->ld * size;
+        const int64_t after = (w->n - last < height ? w->n - last : height) * w->ld * size;
         const int64_t step = (after / tiles + 63) / 64 * 64;
         int64_t asked = 0;
         for (int64_t t = 0; t < m;) {

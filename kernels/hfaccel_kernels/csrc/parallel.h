@@ -7,6 +7,7 @@
 #pragma once
 
 #include <atomic>
+#include <memory>
 #include <sched.h>
 #include <stdint.h>
 
@@ -55,6 +56,32 @@ class Barrier {
   private:
     alignas(64) std::atomic<int> count_{0};
     alignas(64) std::atomic<unsigned> phase_{0};
+};
+
+// Work that threads take piece by piece, their own share first and then what is left of others': one whose core is
+// taken from it for a while holds nobody up. Between two uses of `take` by one thread all pass a barrier.
+class WorkSharing {
+  public:
+    explicit WorkSharing(int nthreads) : next_(new Next[2 * nthreads]) {}
+
+    // body(piece) for each of `count` pieces, by one thread each. turn: of the calls, counted from 0.
+    template <class F> void take(int64_t count, int64_t turn, int tid, int nthreads, F&& body) {
+        Next* next = next_.get() + turn % 2 * nthreads;
+        next_[(turn + 1) % 2 * nthreads + tid].at.store(0, std::memory_order_relaxed);  // everyone is done with those
+        for (int i = 0; i < nthreads; ++i) {
+            const int owner = (tid + i) % nthreads;
+            const Range its = share(count, owner, nthreads);
+            for (;;) {
+                const int64_t piece = its.begin + next[owner].at.fetch_add(1, std::memory_order_relaxed);
+                if (piece >= its.end) break;
+                body(piece);
+            }
+        }
+    }
+
+  private:
+    struct alignas(64) Next { std::atomic<int64_t> at{0}; };
+    std::unique_ptr<Next[]> next_;
 };
 
 }  // namespace hfa

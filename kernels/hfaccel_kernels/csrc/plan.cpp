@@ -22,7 +22,8 @@ int64_t now_ns() {
     return t.tv_sec * 1000000000ll + t.tv_nsec;
 }
 
-void run(const Walk& w, const HfaOp& op, int tid, int nthreads) {
+// turn: of the records that are taken in pieces.
+void run(const Walk& w, const HfaOp& op, int64_t turn, int tid, int nthreads) {
     const HfaStep& step = w.step;
     // Rows of a record cut by rows.
     auto mine = [&](int buffer) -> Rows {
@@ -32,7 +33,7 @@ void run(const Walk& w, const HfaOp& op, int tid, int nthreads) {
         return {r.begin, r.end};
     };
     // Columns of a record cut by columns.
-    auto columns = [&](int64_t n) -> Rows {
+    auto columns = [](int64_t n, int tid, int nthreads) -> Rows {
         const Range r = share((n + 15) / 16, tid, nthreads);
         return {r.begin * 16, r.end * 16 < n ? r.end * 16 : n};
     };
@@ -87,23 +88,33 @@ void run(const Walk& w, const HfaOp& op, int tid, int nthreads) {
             const int64_t m = w.rows(op.out[0]);
             HfaActs acts{};
             if (op.weight->kind == HFA_PACKED) hfa_acts_view(op.weight, w.at(in, tid), w.rows(in), &acts);
-            for (int64_t i = 0; i < op.weights; ++i) {
+            // Share `n` of `count` of the i-th weight's columns, in units of 16 where others take the same ones.
+            auto part = [&](int64_t i, int n, int count, bool sixteens) {
                 const HfaWeight& weight = op.weight[i];
-                const bool direct = w.is_out(op.out[i]);
+                const bool direct = w.is_out(op.out[i]), transposed = op.ints[0];
                 char* y = direct ? static_cast<char*>(step.logits) : w.at(op.out[i], tid);
                 const int32_t dtype = direct ? step.logits_dtype : HFA_F32;
                 const int64_t ldy = direct ? step.logits_ld : w.width(op.out[i]);
-                const Rows c = columns(weight.n);
-                if (c.begin >= c.end) continue;
-                if (op.ints[0]) {  // transposed
-                    matmul_kn(weight, w.f32(in, tid), w.width(in), m, reinterpret_cast<float*>(y), ldy, c.begin,
-                              c.end);
-                } else {
-                    const HfaWeight part = part_of(weight, c.begin / 16, (c.end + 15) / 16);
-                    hfa_matmul(&part, &acts, w.f32(in, tid), w.width(in), m, y + c.begin * (dtype == HFA_F32 ? 4 : 2),
-                               dtype, ldy, 0, 1);
-                }
+                if (!sixteens && !transposed)
+                    return hfa_matmul(&weight, &acts, w.f32(in, tid), w.width(in), m, y, dtype, ldy, n, count);
+                const Rows c = columns(weight.n, n, count);
+                if (c.begin >= c.end) return;
+                if (transposed)
+                    return matmul_kn(weight, w.f32(in, tid), w.width(in), m, reinterpret_cast<float*>(y), ldy, c.begin,
+                                     c.end);
+                const HfaWeight part = part_of(weight, c.begin / 16, (c.end + 15) / 16);
+                hfa_matmul(&part, &acts, w.f32(in, tid), w.width(in), m, y + c.begin * (dtype == HFA_F32 ? 4 : 2),
+                           dtype, ldy, 0, 1);
+            };
+            if (!w.in_pieces(op)) {
+                for (int64_t i = 0; i < op.weights; ++i) part(i, tid, nthreads, true);
+                return;
             }
+            w.sharing.take(w.pieces_of(op), turn, tid, nthreads, [&](int64_t piece) {
+                int64_t i = 0, count;
+                for (; piece >= (count = w.pieces_of(op.weight[i])); ++i) piece -= count;
+                part(i, (int)piece, (int)count, false);
+            });
             return;
         }
         case HFA_OP_ROTARY: {
@@ -151,7 +162,7 @@ void run(const Walk& w, const HfaOp& op, int tid, int nthreads) {
             const float* up = u.buffer < 0 ? nullptr : w.f32(u.buffer, tid) + u.offset;
             float* out = w.f32(op.out[0], tid);
             const int64_t ldg = w.width(g.buffer), ldu = up ? w.width(u.buffer) : 0, ldo = w.width(op.out[0]);
-            const Rows c = columns(g.size);
+            const Rows c = columns(g.size, tid, nthreads);
             for (int64_t t = 0; t < w.rows(op.out[0]); ++t)
                 act_row(op.ints[0], gate + t * ldg, up ? up + t * ldu : nullptr, out + t * ldo, c.begin, c.end);
             return;
@@ -195,7 +206,7 @@ void run(const Walk& w, const HfaOp& op, int tid, int nthreads) {
             if (!step.adapters) return;
             const LoraTable table = lora_table(op);
             const int in = op.view[0].buffer, out = op.out[0];
-            const Rows c = columns(w.width(out));
+            const Rows c = columns(w.width(out), tid, nthreads);
             if (c.begin >= c.end) return;
             lora_runs(table, 0, w.rows(out), w.slots(out), [&](int32_t slot, int64_t rank, int64_t first, int64_t last) {
                 lora_expand(table, slot, rank, w.f32(in, tid), w.width(in), first, last, op.ints[3], w.f32(out, tid),
@@ -240,7 +251,7 @@ void run(const Walk& w, const HfaOp& op, int tid, int nthreads) {
             HfaActs acts{};
             if (op.weight->kind == HFA_PACKED) hfa_acts_view(op.weight, w.at(in, tid), w.rows(in), &acts);
             const int64_t ldx = w.width(in), ldy = w.width(op.out[0]), piece = op.weight->n / op.ints[0];
-            const Rows c = columns(piece);
+            const Rows c = columns(piece, tid, nthreads);
             for (int64_t e = 0; e < op.weights && c.begin < c.end; ++e) {
                 const int64_t first = g.starts[e], m = g.starts[e + 1] - first;
                 for (int64_t at = 0; m && at < op.weight->n; at += piece) {
@@ -266,7 +277,7 @@ void run(const Walk& w, const HfaOp& op, int tid, int nthreads) {
         case HFA_OP_LOGITS: {
             const int64_t width = w.width(op.view[0].buffer);
             const float* x = w.f32(op.view[0].buffer, tid);
-            const Rows c = columns(width);
+            const Rows c = columns(width, tid, nthreads);
             for (int64_t t = 0; t < step.asked; ++t)
                 logits_columns(x + t * width, op.reals[0], op.reals[1], step.logits, t * step.logits_ld,
                                step.logits_dtype, c.begin, c.end);
@@ -328,6 +339,7 @@ HFA_EXPORT int hfa_plan_run(const HfaPlan* plan, HfaStep* step) {
     bool ended = false;
     parallel(step->threads, [&](int tid, int nthreads) {
         const bool timed = step->profile && tid == 0;
+        int64_t turn = 0;
         for (int64_t round = 0; round < step->ahead && !ended; ++round) {
             for (int i = 0; i < plan->ops; ++i) {
                 const HfaOp& op = plan->op[i];
@@ -338,8 +350,13 @@ HFA_EXPORT int hfa_plan_run(const HfaPlan* plan, HfaStep* step) {
                     step->profile[2 * i + 1] += waited - start;
                     start = waited;
                 }
-                run(walk, op, tid, nthreads);
+                run(walk, op, turn, tid, nthreads);
                 if (timed) step->profile[2 * i] += now_ns() - start;
+                if (!walk.in_pieces(op)) continue;
+                if (timed) start = now_ns();
+                walk.barrier.wait(nthreads);  // any thread may have written what the next record takes for its own
+                if (timed) step->profile[2 * i + 1] += now_ns() - start;
+                ++turn;
             }
             if (!step->top) continue;
             walk.barrier.wait(nthreads);

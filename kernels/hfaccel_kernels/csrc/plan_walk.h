@@ -9,6 +9,9 @@
 
 namespace hfa {
 
+// Matmuls of so many tokens are taken in pieces of so many columns.
+constexpr int64_t kPieceTokens = 16, kPieceColumns = 96;
+
 static inline int64_t pad64(int64_t v) { return (v + 63) / 64 * 64; }
 
 struct Walk {
@@ -19,8 +22,9 @@ struct Walk {
     int64_t scratch_offset, scratch_bytes, bytes;
     int64_t k_size = 0, v_size = 0, shared_rows = 1;  // largest of any layer
     Barrier barrier;
+    mutable WorkSharing sharing;
 
-    Walk(const HfaPlan& p, const HfaStep& s) : plan(p), step(s), offset(p.buffers), copy(p.buffers) {
+    Walk(const HfaPlan& p, const HfaStep& s) : plan(p), step(s), offset(p.buffers), copy(p.buffers), sharing(s.threads) {
         replicated = s.tokens <= s.replicate && s.asked <= s.tokens;
         fused = true;
         int64_t blocks = 0;
@@ -59,6 +63,15 @@ struct Walk {
     int64_t rows(int buffer) const {
         const HfaBuffer& b = plan.buffer[buffer];
         return (b.asked ? step.asked : step.tokens) * b.per_row;
+    }
+    bool in_pieces(const HfaOp& op) const {
+        return op.kind == HFA_OP_MATMUL && step.threads > 1 && rows(op.out[0]) >= kPieceTokens;
+    }
+    static int64_t pieces_of(const HfaWeight& w) { return (w.n + kPieceColumns - 1) / kPieceColumns; }
+    static int64_t pieces_of(const HfaOp& op) {
+        int64_t count = 0;
+        for (int64_t i = 0; i < op.weights; ++i) count += pieces_of(op.weight[i]);
+        return count;
     }
     bool is_out(int buffer) const { return plan.buffer[buffer].kind == HFA_BUFFER_OUT; }
     char* at(int buffer, int tid) const {
