@@ -18,10 +18,10 @@ int tile_tokens(int64_t left) {
 
 template <int DTYPE, From FROM, int T = kPlainTokens>
 void tile(int n, const void* rows, int64_t ld, int64_t k, const float* x, int64_t ldx, float* out,
-          float* kept = nullptr, int64_t ldk = 0) {
+          int64_t ldo, float* kept = nullptr, int64_t ldk = 0) {
     if constexpr (T > 1)
-        if (n < T) return tile<DTYPE, FROM, T - 1>(n, rows, ld, k, x, ldx, out, kept, ldk);
-    plain_tile<DTYPE, T, FROM>(rows, ld, k, x, ldx, out, kept, ldk);
+        if (n < T) return tile<DTYPE, FROM, T - 1>(n, rows, ld, k, x, ldx, out, ldo, kept, ldk);
+    plain_tile<DTYPE, T, FROM>(rows, ld, k, x, ldx, out, ldo, kept, ldk);
 }
 
 // y[t, first .. first + count) of up to four sums, with the bias.
@@ -54,7 +54,7 @@ void stream(const HfaWeight* w, const float* x, int64_t ldx, int64_t m, void* y,
             float out[kPlainTokens * 4];
             for (int64_t t = 0; t < m;) {
                 const int n = tile_tokens(m - t);
-                tile<DTYPE, From::memory>(n, rows, ld, w->k, x + t * ldx, ldx, out);
+                tile<DTYPE, From::memory>(n, rows, ld, w->k, x + t * ldx, ldx, out, 4);
                 for (int i = 0; i < n; ++i, ++t)
                     put(w, out + i * 4 + skip, row + part, parts > 1 ? 1 : count, y, y_dtype, t * ldy + row + part);
             }
@@ -89,11 +89,14 @@ void panels(const HfaWeight* w, const float* x, int64_t ldx, int64_t m, void* y,
                 // The last four rows of a ragged matrix start earlier, and only new ones are stored.
                 const int64_t base = w->n - row < 4 ? w->n - 4 : row;
                 const uint8_t* rows = data + base * w->ld * size;
-                float out[kPlainTokens * 4], *kept = panel + (row - first) * wide;
-                if (t == 0) tile<DTYPE, From::keep>(n, rows, w->ld, w->k, x, ldx, out, kept, wide);
-                else tile<HFA_F32, From::cache>(n, kept, wide, w->k, x + t * ldx, ldx, out);
-                for (int i = 0; i < n; ++i)
-                    put(w, out + i * 4 + (row - base), row, last - row < 4 ? (int)(last - row) : 4, y, y_dtype,
+                float sums[kPlainTokens * 4], *kept = panel + (row - first) * wide;
+                const bool direct = last - row >= 4 && y_dtype == HFA_F32 && !w->bias;
+                float* out = direct ? static_cast<float*>(y) + t * ldy + row : sums;
+                const int64_t ldo = direct ? ldy : 4;
+                if (t == 0) tile<DTYPE, From::keep>(n, rows, w->ld, w->k, x, ldx, out, ldo, kept, wide);
+                else tile<HFA_F32, From::cache>(n, kept, wide, w->k, x + t * ldx, ldx, out, ldo);
+                for (int i = 0; i < n && !direct; ++i)
+                    put(w, sums + i * 4 + (row - base), row, last - row < 4 ? (int)(last - row) : 4, y, y_dtype,
                         (t + i) * ldy + row);
             }
             t += n;

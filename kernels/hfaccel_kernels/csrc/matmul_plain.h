@@ -12,10 +12,10 @@ namespace hfa {
 // apart, the last 16 filled up with zeros; or nothing, they come from the cache.
 enum class From { memory, keep, cache };
 
-// Four rows at `rows` (ld elements apart) times T tokens -> out[t * 4 + r].
+// Four rows at `rows` (ld elements apart) times T tokens -> out[t * ldo + r].
 template <int DTYPE, int T, From FROM = From::memory>
 static inline void plain_tile(const void* rows, int64_t ld, int64_t k, const float* x, int64_t ldx, float* out,
-                              float* kept = nullptr, int64_t ldk = 0) {
+                              int64_t ldo, float* kept = nullptr, int64_t ldk = 0) {
     Vf acc[T][4];
     for (int t = 0; t < T; ++t)
         for (int r = 0; r < 4; ++r) acc[t][r] = splat(0.0f);
@@ -37,13 +37,17 @@ static inline void plain_tile(const void* rows, int64_t ld, int64_t k, const flo
         }
     }
     if (const int left = (int)(k - whole)) {
+        Vf last[T][4];  // else all sums would go through memory, whatever k is
+        memcpy(last, acc, sizeof(acc));
         for (int r = 0; r < 4; ++r) {
             const Vf wv = load_as(rows, r * ld + whole, DTYPE, left);
             if (FROM == From::keep) store(kept + r * ldk + whole, wv);
-            for (int t = 0; t < T; ++t) acc[t][r] = fma(wv, load_as(x, t * ldx + whole, HFA_F32, left), acc[t][r]);
+            for (int t = 0; t < T; ++t) last[t][r] = fma(wv, load_as(x, t * ldx + whole, HFA_F32, left), last[t][r]);
         }
+        for (int t = 0; t < T; ++t) reduce_add4(last[t], out + t * ldo);
+        return;
     }
-    for (int t = 0; t < T; ++t) reduce_add4(acc[t], out + t * 4);
+    for (int t = 0; t < T; ++t) reduce_add4(acc[t], out + t * ldo);
 }
 
 void plain(const HfaWeight* w, const float* x, int64_t ldx, int64_t m, void* y, int32_t y_dtype, int64_t ldy,
