@@ -148,6 +148,11 @@ def bench_serve(
         if key == "output_tokens_s":
             shown["ratio"] = ("ratio", "{:.2f}".format)
     print_table(result["rows"], {**shown, "error": ("error", str)})
+    for row in result["rows"]:
+        if "client_cpu_s" in row:
+            print(
+                f"{row['name']}: asking and reading took {row['client_cpu_s']:.2f} s of this machine's CPU a round"
+            )
 
 
 def _ends(option: str, given: str) -> tuple[int, int]:

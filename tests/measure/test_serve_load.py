@@ -1,6 +1,7 @@
 """measure/serve_load.py: what is sent comes from the seed alone, and what was got is summed up right."""
 
 import math
+import time
 from collections import Counter
 
 import numpy
@@ -138,3 +139,23 @@ def test_our_server_and_peers_that_are_not_there_are_rows(tmp_path, monkeypatch)
     python.chmod(0o755)
     missing = bench_serve(folder, [], load, against=["vllm"], peer_python={"vllm": str(python)}, rounds=1)
     assert "vllm=PATH" in missing["rows"][0]["error"]
+
+
+def test_the_cpu_time_of_asking_a_url_is_counted_apart(tmp_path, monkeypatch):
+    class Busy:
+        def __init__(self, url, model, headers):
+            pass
+
+        def send(self, job, record):
+            end = time.process_time() + 0.02
+            while time.process_time() < end:
+                pass
+            record.came(job["new_tokens"])
+            record.over()
+
+    monkeypatch.setattr(serve_load, "read_bandwidth", lambda threads: 10.0)
+    monkeypatch.setattr(serve_load, "text", lambda name: "a b c d e f g h " * 40)
+    monkeypatch.setattr(serve_load, "Url", Busy)
+    _tokenizer(64).save_pretrained(tmp_path)
+    (row,) = bench_serve(str(tmp_path), [], Load(users=2, prompt=(4, 4)), urls=["there"], rounds=1)["rows"]
+    assert row["failed"] == 0 and row["client_cpu_s"] >= 2 * 0.02
