@@ -150,9 +150,7 @@ def bench_serve(
     print_table(result["rows"], {**shown, "error": ("error", str)})
     for row in result["rows"]:
         if "client_cpu_s" in row:
-            print(
-                f"{row['name']}: asking and reading took {row['client_cpu_s']:.2f} s of this machine's CPU a round"
-            )
+            print(f"{row['name']}: asking and reading took {row['client_cpu_s']:.2f} s of CPU a round")
 
 
 def _ends(option: str, given: str) -> tuple[int, int]:

@@ -1,9 +1,9 @@
 """GPTQModel with its defaults, groups of 64: `variant` sym or asym 4-bit weights. Scores only.
 
 It quantizes in this process on the ids in `spec["calibration"]`, a JSON file of rows, and is then loaded from
-what it saved. Its linear layers are taken apart by its own code and multiplied in fp32: its kernels for CPUs need
-a minute for 1,024 tokens in fp16 and round activations in bf16. Quantizing takes a quarter of an hour of the demo
-model, so what it saved is kept in the folder `spec["cache"]`, with the seconds that it took.
+what it saved. Its linear layers are taken apart by its own code and multiplied in fp32: its kernels for CPUs
+need a minute for 1,024 tokens in fp16 and round activations in bf16. Quantizing takes a quarter of an hour of
+the demo model, so what it saved is kept in the folder `spec["cache"]`, with the seconds that it took.
 """
 
 import hashlib
