@@ -50,7 +50,7 @@ _INPUTS = (  # fields of the step's struct, in the order of `step`'s arguments
 
 @dataclass
 class Timing:
-    """Nanoseconds of one record, in its own work and in the barrier before it, over the profiled steps."""
+    """Nanoseconds of one record, in its own work and in its barriers, over the profiled steps."""
 
     op: Op
     work_ns: int

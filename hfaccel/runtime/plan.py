@@ -11,7 +11,8 @@ touches:
     ALL    everything
 
 `Plan.sync` turns that into barriers: one stands before a record only where it reads what another thread wrote
-since the last barrier, or overwrites what another may still read. The records are in `plan_ops.py`.
+since the last barrier, or overwrites what another may still read. Products of 16 tokens and more, which
+threads take in pieces, have another one behind them. The records are in `plan_ops.py`.
 """
 
 from __future__ import annotations

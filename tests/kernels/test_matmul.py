@@ -192,16 +192,28 @@ def test_packed_bits_do_not_depend_on_rows_threads_offsets_or_isa(layout):
     same_whatever_the_blocking(make, n, k, torch.randn(41, k))
 
 
+@pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("dtype", PLAIN, ids=str)
-def test_plain_bits_do_not_depend_on_rows_threads_offsets_or_isa(dtype):
+def test_plain_bits_do_not_depend_on_rows_threads_offsets_or_isa(dtype, biased):
     n, k = 90, 1290
     weight, bias = torch.randn(n, k).to(dtype), torch.randn(n)
     same_whatever_the_blocking(
-        lambda first, rows: describe_plain(weight[first : first + rows], bias[first:]),
+        lambda first, rows: describe_plain(weight[first : first + rows], bias[first:] if biased else None),
         n,
         k,
         torch.randn(41, k),
     )
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", PLAIN, ids=str)
+def test_plain_sums_go_straight_into_y(dtype, isa):
+    """Without a bias, around the token counts where rows begin to be kept."""
+    for m, n, k in [(13, 83, 576), (25, 3, 40), (25, 121, 1536), (130, 83, 96)]:
+        weight, x = torch.randn(n, k).to(dtype), torch.randn(m, k)
+        want = x.double() @ weight.double().t()
+        y = linear(describe_plain(weight), x, threads=3, isa=isa)
+        assert (y - want).abs().max().item() <= 2e-6 * want.abs().max().item()
 
 
 def test_many_rows_equal_few():

@@ -24,6 +24,10 @@ pytestmark = pytest.mark.skipif(not native.available(), reason=f"no C++ kernels:
 
 INT8 = Layout(8)
 INT4 = Layout(4, 64, False, "fp16")
+WIDE = {  # so that a product has pieces
+    "llama": {"hidden_size": 256, "intermediate_size": 515, "head_dim": 64, "num_attention_heads": 4},
+    "gpt2": {"n_embd": 256, "n_inner": 515, "n_head": 4},
+}
 ODD = Layout(4, 40, False, "fp16", 16)  # groups that no chunk fits, 16-bit activations
 
 
@@ -98,6 +102,23 @@ def test_odd_widths(hidden, mlp, layout):
     ids = tiny.ids(1, 30)[0]
     steps = Steps(model, executor(model))
     assert torch.equal(steps.run(ids)[0], steps.run(ids, cuts=[1, 2, 7, 8, 20])[0])
+
+
+@pytest.mark.parametrize("layout", [None, INT4], ids=["bf16", "int4"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_products_in_pieces_have_the_bits_of_one_thread(family, layout):
+    """From 16 tokens on; more threads than some products have pieces, too."""
+    model = tiny.tiny(family, **WIDE[family]).to(torch.bfloat16)
+    if layout is not None:
+        quantize(model, layout)
+    steps = Steps(model, executor(model))
+    for tokens in (15, 16, 61):
+        ids = tiny.ids(1, tokens)[0]
+        torch.set_num_threads(1)
+        whole = steps.run(ids)[0]
+        for threads in (2, 3, 7, 40):
+            torch.set_num_threads(threads)
+            assert torch.equal(steps.run(ids)[0], whole), (tokens, threads)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,9 +1,9 @@
 """GPTQModel with its defaults, groups of 64: `variant` sym or asym 4-bit weights. Scores only.
 
 It quantizes in this process on the ids in `spec["calibration"]`, a JSON file of rows, and is then loaded from
-what it saved. Its linear layers are taken apart by its own code and multiplied in fp32: its kernels for CPUs
-need a minute for 1,024 tokens in fp16 and round activations in bf16. Quantizing takes a quarter of an hour of
-the demo model, so what it saved is kept in the folder `spec["cache"]`, with the seconds that it took.
+what it saved, in fp16. Its linear layers are taken apart by its own code and multiplied in fp32: its kernels
+for CPUs need a minute for 1,024 tokens in fp16 and round activations in bf16. Quantizing takes a quarter of
+an hour of the demo model, so what it saved is kept in the folder `spec["cache"]`, with the seconds it took.
 """
 
 import hashlib
@@ -40,7 +40,8 @@ def scorer(spec):
 
 def _in_fp32(torch, model):
     packed = [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "dequantize_weight")]
-    assert packed, "no layer is packed"
+    if not packed:
+        raise RuntimeError("none of its layers is packed")
     for name, layer in packed:
         weight = layer.dequantize_weight().T.float().contiguous()
         linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=layer.bias is not None)

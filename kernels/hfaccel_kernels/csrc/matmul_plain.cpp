@@ -6,8 +6,8 @@
 namespace hfa {
 namespace {
 
-// Rows are kept as fp32 where they meet more than two tiles of tokens, four at a time, and from so many tokens on in
-// panels of so many floats, on the stack.
+// bf16 and fp16 rows are kept as fp32 where they meet more than two tiles of tokens, four at a time; those and fp32
+// rows from so many tokens on in panels of so many floats, on the stack.
 constexpr int64_t kPanelTokens = 24, kPanelFloats = 64 << 10;
 
 // The next tile's tokens: all tiles are as even as can be, since one of few tokens waits for the weights.
@@ -79,7 +79,7 @@ void panels(const HfaWeight* w, const float* x, int64_t ldx, int64_t m, void* y,
         const int64_t last = end - first < height ? end : first + height;
         const int64_t tiles = (last - first + 3) / 4 * ((m + kPlainTokens - 1) / kPlainTokens);
         const int64_t after = (w->n - last < height ? w->n - last : height) * w->ld * size;
-        const int64_t step = (after / tiles + 63) / 64 * 64;
+        const int64_t step = (after + 64 * tiles - 1) / (64 * tiles) * 64;
         int64_t asked = 0;
         for (int64_t t = 0; t < m;) {
             const int n = tile_tokens(m - t);

@@ -33,8 +33,8 @@ void run(const Walk& w, const HfaOp& op, int64_t turn, int tid, int nthreads) {
         return {r.begin, r.end};
     };
     // Columns of a record cut by columns.
-    auto columns = [](int64_t n, int tid, int nthreads) -> Rows {
-        const Range r = share((n + 15) / 16, tid, nthreads);
+    auto columns = [](int64_t n, int at, int count) -> Rows {
+        const Range r = share((n + 15) / 16, at, count);
         return {r.begin * 16, r.end * 16 < n ? r.end * 16 : n};
     };
     switch (op.kind) {
@@ -88,32 +88,33 @@ void run(const Walk& w, const HfaOp& op, int64_t turn, int tid, int nthreads) {
             const int64_t m = w.rows(op.out[0]);
             HfaActs acts{};
             if (op.weight->kind == HFA_PACKED) hfa_acts_view(op.weight, w.at(in, tid), w.rows(in), &acts);
-            // Share `n` of `count` of the i-th weight's columns, in units of 16 where others take the same ones.
-            auto part = [&](int64_t i, int n, int count, bool sixteens) {
+            // Share `at` of `count` of the i-th weight's columns. In sixteens, as records that are cut by columns are,
+            // so that each thread finds its own there; else plain weights are handed over whole, to read ahead in.
+            auto product = [&](int64_t i, int at, int count, bool sixteens) {
                 const HfaWeight& weight = op.weight[i];
                 const bool direct = w.is_out(op.out[i]), transposed = op.ints[0];
                 char* y = direct ? static_cast<char*>(step.logits) : w.at(op.out[i], tid);
                 const int32_t dtype = direct ? step.logits_dtype : HFA_F32;
                 const int64_t ldy = direct ? step.logits_ld : w.width(op.out[i]);
-                if (!sixteens && !transposed)
-                    return hfa_matmul(&weight, &acts, w.f32(in, tid), w.width(in), m, y, dtype, ldy, n, count);
-                const Rows c = columns(weight.n, n, count);
+                if (!sixteens && !transposed && weight.kind != HFA_PACKED)
+                    return hfa_matmul(&weight, &acts, w.f32(in, tid), w.width(in), m, y, dtype, ldy, at, count);
+                const Rows c = columns(weight.n, at, count);
                 if (c.begin >= c.end) return;
                 if (transposed)
                     return matmul_kn(weight, w.f32(in, tid), w.width(in), m, reinterpret_cast<float*>(y), ldy, c.begin,
                                      c.end);
-                const HfaWeight part = part_of(weight, c.begin / 16, (c.end + 15) / 16);
-                hfa_matmul(&part, &acts, w.f32(in, tid), w.width(in), m, y + c.begin * (dtype == HFA_F32 ? 4 : 2),
-                           dtype, ldy, 0, 1);
+                const HfaWeight cut = part_of(weight, c.begin / 16, (c.end + 15) / 16);
+                hfa_matmul(&cut, &acts, w.f32(in, tid), w.width(in), m, y + c.begin * (dtype == HFA_F32 ? 4 : 2), dtype,
+                           ldy, 0, 1);
             };
             if (!w.in_pieces(op)) {
-                for (int64_t i = 0; i < op.weights; ++i) part(i, tid, nthreads, true);
+                for (int64_t i = 0; i < op.weights; ++i) product(i, tid, nthreads, true);
                 return;
             }
             w.sharing.take(w.pieces_of(op), turn, tid, nthreads, [&](int64_t piece) {
                 int64_t i = 0, count;
                 for (; piece >= (count = w.pieces_of(op.weight[i])); ++i) piece -= count;
-                part(i, (int)piece, (int)count, false);
+                product(i, (int)piece, (int)count, false);
             });
             return;
         }

@@ -5,7 +5,8 @@
 // steps ("replicated") records that work row by row are done by every thread for all rows, into a copy of its own of
 // each buffer marked `own`: a norm costs less than a barrier. On large steps a thread does its share of the rows.
 // Matrix products, activations and logits are cut by columns (blocks of 16), attention by (sequence, KV head, keys).
-// `sync` of a record says in which of the four kinds of step a barrier stands before it.
+// `sync` of a record says in which of the four kinds of step a barrier stands before it. From 16 tokens on a matrix
+// product is taken in pieces by whoever is free, and a barrier follows it too.
 #pragma once
 
 #include "hfa.h"
@@ -111,7 +112,7 @@ struct HfaStep {
     int32_t top;                  // candidates wanted of each row of logits, at most their columns; 0: none
     void* arena;
     int64_t arena_bytes;
-    int64_t* profile;             // [ops, 2] nanoseconds of thread 0 in the record and in the barrier before, or NULL
+    int64_t* profile;             // [ops, 2] nanoseconds of thread 0 in the record and in its barriers, or NULL
     // A run of `ahead` greedy steps in one call: every sequence has one token and its row is asked for, top is 1, the
     // block tables reach as far, and ids, positions and lengths are moved on in place. It ends early after a step in
     // which a row's best is one of `ends` or outside the vocabulary; `done` says how many steps were run.

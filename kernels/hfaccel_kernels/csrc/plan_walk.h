@@ -9,8 +9,8 @@
 
 namespace hfa {
 
-// Matmuls of so many tokens are taken in pieces of so many columns.
-constexpr int64_t kPieceTokens = 16, kPieceColumns = 96;
+// Matmuls of so many tokens are taken in pieces: so many for each thread, and not of more columns than this.
+constexpr int64_t kPieceTokens = 16, kThreadPieces = 4, kPieceColumns = 512;
 
 static inline int64_t pad64(int64_t v) { return (v + 63) / 64 * 64; }
 
@@ -24,7 +24,8 @@ struct Walk {
     Barrier barrier;
     mutable WorkSharing sharing;
 
-    Walk(const HfaPlan& p, const HfaStep& s) : plan(p), step(s), offset(p.buffers), copy(p.buffers), sharing(s.threads) {
+    Walk(const HfaPlan& p, const HfaStep& s)
+        : plan(p), step(s), offset(p.buffers), copy(p.buffers), sharing(s.threads) {
         replicated = s.tokens <= s.replicate && s.asked <= s.tokens;
         fused = true;
         int64_t blocks = 0;
@@ -67,8 +68,12 @@ struct Walk {
     bool in_pieces(const HfaOp& op) const {
         return op.kind == HFA_OP_MATMUL && step.threads > 1 && rows(op.out[0]) >= kPieceTokens;
     }
-    static int64_t pieces_of(const HfaWeight& w) { return (w.n + kPieceColumns - 1) / kPieceColumns; }
-    static int64_t pieces_of(const HfaOp& op) {
+    int64_t pieces_of(const HfaWeight& w) const {
+        const int64_t blocks = (w.n + 15) / 16, least = (w.n + kPieceColumns - 1) / kPieceColumns;
+        const int64_t count = kThreadPieces * step.threads > least ? kThreadPieces * step.threads : least;
+        return count < blocks ? count : blocks;
+    }
+    int64_t pieces_of(const HfaOp& op) const {
         int64_t count = 0;
         for (int64_t i = 0; i < op.weights; ++i) count += pieces_of(op.weight[i]);
         return count;
